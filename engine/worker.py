@@ -1,0 +1,184 @@
+"""The engine process: a scheduler at one end of a socketpair.
+
+    python -m engine.worker FD MODULE:CALLABLE
+
+FD is the inherited end; MODULE:CALLABLE makes the scheduler from the `EngineConfig` that comes as the first
+message. The worker knows no model: torch comes in with the scheduler's module. While there is work it looks
+once a step whether commands have come; without work it blocks in the socket and costs no CPU. When the
+other end closes, the server is gone, however it went, and so is this process.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import os
+import select
+import signal
+import socket
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from engine import frames
+from engine.messages import Command, Commands, EngineConfig, FromEngine, ModelInfo, Ready, Step, Unusable
+
+PROCESS_NAME = "fermata-engine"  # Linux shows 15 characters
+COLLECT_AFTER = (
+    1.0  # seconds without work; held runs come back from their tools sooner and must not wait for it
+)
+
+
+class AnyScheduler(Protocol):
+    """What the process and the inline engine need of a scheduler; `engine.scheduler.Scheduler` is one."""
+
+    info: ModelInfo
+
+    def submit(self, commands: Iterable[Command]) -> None:
+        """Queue work."""
+
+    def step(self) -> Step:
+        """Do some of it, and say what came of it."""
+
+    @property
+    def has_work(self) -> bool:
+        """Whether another step would do anything before new commands come."""
+
+
+class ServerGone(Exception):
+    """The other end of the socket is closed."""
+
+
+class Channel:
+    """The blocking side of the socketpair."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._reader = frames.FrameReader()
+
+    def send(self, message: FromEngine) -> None:
+        """Send one message. Waits only while the server's event loop is late; it always reads."""
+        try:
+            self._connection.sendall(frames.encode(message))
+        except (BrokenPipeError, ConnectionResetError):
+            raise ServerGone from None
+
+    def receive(self) -> list[bytes]:
+        """Wait until at least one message is complete, and return all that are."""
+        while not (payloads := self._reader.feed(self._read(0))):
+            pass
+        return payloads
+
+    def poll(self) -> list[bytes]:
+        """All messages that are complete by now, without waiting."""
+        payloads: list[bytes] = []
+        try:
+            while True:
+                payloads += self._reader.feed(self._read(socket.MSG_DONTWAIT))
+        except BlockingIOError:
+            return payloads
+
+    def is_silent_for(self, seconds: float) -> bool:
+        """Whether nothing at all comes within `seconds`; returns as soon as something does."""
+        readable, _, _ = select.select([self._connection], [], [], seconds)
+        return not readable
+
+    def _read(self, flags: int) -> bytes:
+        try:
+            received = self._connection.recv(frames.READ_BYTES, flags)
+        except ConnectionResetError:
+            raise ServerGone from None
+        if not received:
+            raise ServerGone
+        return received
+
+
+def serve(channel: Channel, scheduler: AnyScheduler) -> None:
+    """Carry commands to the scheduler and its steps back, until `ServerGone`.
+
+    A step without events is sent only when it was the last for now: the statistics that the server has are
+    then those of the idle engine.
+    """
+    decoder = msgspec.msgpack.Decoder(Commands)
+    while True:
+        payloads = channel.poll() if scheduler.has_work else _receive_while_idle(channel)
+        for payload in payloads:
+            scheduler.submit(decoder.decode(payload).commands)
+        step = scheduler.step()
+        if step.events or not scheduler.has_work:
+            channel.send(step)
+
+
+def _receive_while_idle(channel: Channel) -> list[bytes]:
+    if channel.is_silent_for(COLLECT_AFTER):
+        gc.collect()
+    return channel.receive()
+
+
+def _stop_collecting() -> None:
+    """No collection while there is work: it would stop every running sequence for as long as it takes.
+
+    What loading left (modules, weights, tables) stays for the life of the process, so it is frozen and
+    never looked at again. Messages and sequences are freed by reference count; what little is in cycles
+    waits for an idle moment.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+
+
+def _limit_threads() -> None:
+    """torch reads OMP_NUM_THREADS for its own loops, but the libraries below it may have been told
+    otherwise.
+    """
+    torch = sys.modules.get("torch")
+    if torch is not None and "OMP_NUM_THREADS" in os.environ:
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+
+
+def _show_name() -> None:
+    name_file = Path("/proc/self/comm")
+    if name_file.exists():  # Linux
+        name_file.write_text(PROCESS_NAME)
+
+
+def _resolve(factory: str) -> Callable[[EngineConfig], AnyScheduler]:
+    module, _, name = factory.partition(":")
+    make: Callable[[EngineConfig], AnyScheduler] = getattr(importlib.import_module(module), name)
+    return make
+
+
+def main(arguments: list[str]) -> None:
+    """Serve the socket `FD` with the scheduler `MODULE:CALLABLE`."""
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # the terminal's ^C reaches the whole group; the server decides
+    _show_name()
+    descriptor, factory = arguments
+    with socket.socket(fileno=int(descriptor)) as connection:
+        connection.set_inheritable(
+            False
+        )  # a child of ours that kept it open would hide our death from the server
+        channel = Channel(connection)
+        try:
+            (payload,) = channel.receive()
+            config = msgspec.msgpack.decode(payload, type=EngineConfig)
+            try:
+                make_scheduler = _resolve(factory)
+                _limit_threads()
+                scheduler = make_scheduler(config)
+            except Exception as error:
+                channel.send(Unusable(message=str(error)))
+                raise
+            _stop_collecting()
+            channel.send(Ready(info=scheduler.info))
+            serve(channel, scheduler)
+        except ServerGone:
+            return
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
