@@ -27,18 +27,18 @@ class FrameReader:
     def __init__(self) -> None:
         self._buffer = bytearray()
 
-    def feed(self, received: bytes) -> list[bytes]:
+    def feed(self, received: bytes) -> list[bytearray]:
         """Take `received` and return the payloads that are now complete, oldest first."""
         buffer = self._buffer
         buffer += received
-        payloads: list[bytes] = []
+        payloads: list[bytearray] = []
         start = 0
         while len(buffer) - start >= LENGTH_BYTES:
             payload_start = start + LENGTH_BYTES
             end = payload_start + int.from_bytes(buffer[start:payload_start], "little")
             if len(buffer) < end:
                 break
-            payloads.append(bytes(buffer[payload_start:end]))
+            payloads.append(buffer[payload_start:end])
             start = end
         del buffer[:start]
         return payloads

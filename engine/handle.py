@@ -58,11 +58,9 @@ __all__ = [
 EngineState: TypeAlias = Literal["starting", "ready", "restarting", "failed"]
 
 FIRST_BACKOFF = 0.5  # seconds before the second restart in a row; the first one is at once
-MAX_BACKOFF = (
-    30.0  # seconds: about what loading a larger model takes, so trying costs no more than succeeding
-)
-HEALTHY_AFTER = 60.0  # seconds of being ready after which a death counts as the first again
-EXIT_GRACE = 5.0  # seconds a process has to end by itself; a core dump or a traceback fits
+MAX_BACKOFF = 30.0  # seconds: about what loading a large model takes, so trying is at most half of the time
+HEALTHY_AFTER = 60.0  # seconds of life after which a death counts as the first again
+EXIT_GRACE = 5.0  # seconds a process has to end by itself: a traceback or a core dump fits
 
 STDERR_DESCRIPTOR = 2  # where the engine's stdout goes as well: the server's own stdout is for its user
 
@@ -105,9 +103,7 @@ class Engine(ABC):
 
     @property
     def info(self) -> ModelInfo:
-        """What is loaded, and was until a death. Raises `EngineUnavailable` before the engine was ever
-        ready.
-        """
+        """What is loaded, or was before a death. Raises `EngineUnavailable` if nothing ever was."""
         if self._info is None:
             raise EngineUnavailable(self.reason)
         return self._info
@@ -147,10 +143,10 @@ class Engine(ABC):
         )
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Keep an engine alive. `started` is called at once: the server answers while weights load (see
-        `wait_ready`).
+        """Keep an engine alive, restarting it when it dies.
 
-        Ends only by cancellation, which ends the engine and loses every sequence.
+        It has started at once, since a server can say a lot while weights load; see `wait_ready`. It ends
+        only by cancellation, which ends the engine process too and loses every sequence.
         """
         task_status.started()
         backoff = 0.0  # seconds
@@ -174,8 +170,7 @@ class Engine(ABC):
 
     @abstractmethod
     async def _live(self) -> str:
-        """One life of the engine: start it, call `_become_ready`, carry commands to it and steps to
-        `_route`.
+        """One life: start an engine, call `_become_ready`, carry commands to it and its steps to `_route`.
 
         Returns what it died of, for people; raises `EngineUnavailable` if another life would be no better.
         When cancelled it leaves no process behind.
@@ -296,12 +291,13 @@ class ProcessEngine(Engine):
                 nursery.start_soon(self._write, stream)
                 end = await self._read(stream)
                 nursery.cancel_scope.cancel()
+            if isinstance(end, str):
+                self._lose_all("restarting", end)  # now: nobody has to wait until it is reaped
         except BaseException:
             process.terminate()
             raise
         finally:
             self.process_id = None
-            self._lose_all("restarting", "the engine process ended")
             await _reap(process)
         if isinstance(end, Unusable):
             raise EngineUnavailable(end.message)
@@ -350,11 +346,14 @@ class ProcessEngine(Engine):
         while True:
             try:
                 received = await stream.receive_some(frames.READ_BYTES)
-                messages = [decoder.decode(payload) for payload in reader.feed(received)]
-            except (trio.BrokenResourceError, msgspec.DecodeError) as error:
-                return f"the engine could not be understood: {error}"
+            except trio.BrokenResourceError:  # it died before it had read all that it was told
+                received = b""
             if not received:
                 return "the engine process ended"
+            try:
+                messages = [decoder.decode(payload) for payload in reader.feed(received)]
+            except msgspec.DecodeError as error:
+                return f"the engine process said what is no message ({error})"
             for message in messages:
                 if isinstance(message, Step):
                     self._route(message)
@@ -365,9 +364,7 @@ class ProcessEngine(Engine):
 
 
 async def _reap(process: trio.Process) -> None:
-    """See a process end whose socket is closed: let it write its last words, then insist. Shielded,
-    bounded.
-    """
+    """See a process end whose socket is closed: let it say its last words, then insist. Shielded, bounded."""
     with trio.CancelScope(shield=True):
         with trio.move_on_after(EXIT_GRACE):
             await process.wait()

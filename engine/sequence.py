@@ -94,7 +94,7 @@ class EngineSequence:
 
     def fork(self) -> EngineSequence:
         """A copy of this sequence, which must not be sampling. The copy of a lost or failed one is lost."""
-        if self._state in ("lost", "failed"):
+        if self._is_gone():
             return EngineSequence(self._engine, self._engine.new_number(), "lost")
         child = self._engine.adopt_new_sequence()
         self._command(Fork(sequence=self.id, child=child.id))
@@ -149,10 +149,14 @@ class EngineSequence:
         self._readers.unpark_all()
 
     def _command(self, command: Command) -> None:
+        if not self._is_gone():
+            self._engine.send(command)
+
+    def _is_gone(self) -> bool:
+        """Whether verbs reach nobody; raises `trio.ClosedResourceError` if that is the caller's doing."""
         if self._state == "released":
             raise trio.ClosedResourceError(f"sequence {self.id} was released")
-        if self._state == "open":
-            self._engine.send(command)
+        return self._state != "open"
 
 
 def _is_sampled(event: Event) -> TypeGuard[Sampled]:

@@ -66,15 +66,15 @@ class Channel:
         except (BrokenPipeError, ConnectionResetError):
             raise ServerGone from None
 
-    def receive(self) -> list[bytes]:
+    def receive(self) -> list[bytearray]:
         """Wait until at least one message is complete, and return all that are."""
         while not (payloads := self._reader.feed(self._read(0))):
             pass
         return payloads
 
-    def poll(self) -> list[bytes]:
+    def poll(self) -> list[bytearray]:
         """All messages that are complete by now, without waiting."""
-        payloads: list[bytes] = []
+        payloads: list[bytearray] = []
         try:
             while True:
                 payloads += self._reader.feed(self._read(socket.MSG_DONTWAIT))
@@ -112,7 +112,7 @@ def serve(channel: Channel, scheduler: AnyScheduler) -> None:
             channel.send(step)
 
 
-def _receive_while_idle(channel: Channel) -> list[bytes]:
+def _receive_while_idle(channel: Channel) -> list[bytearray]:
     if channel.is_silent_for(COLLECT_AFTER):
         gc.collect()
     return channel.receive()

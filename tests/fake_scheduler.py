@@ -10,10 +10,15 @@ only counted.
 
 from __future__ import annotations
 
+import json
+import os
+import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TypeAlias
+
+import msgspec
 
 from engine.messages import (
     Began,
@@ -39,6 +44,7 @@ from engine.messages import (
 )
 
 VOCABULARY = 512
+FATAL_TOKEN = 511
 KV_BYTES_PER_TOKEN = 1024
 DEFAULT_MAX_CONTEXT = 131072
 
@@ -246,3 +252,33 @@ class FakeScheduler:
     def _take_replies(self) -> list[Event]:
         replies, self._replies = self._replies, []
         return replies
+
+
+# What a worker can be started with: "tests.fake_scheduler:NAME".
+
+
+def make_unusable(config: EngineConfig) -> FakeScheduler:
+    """A model that cannot be loaded."""
+    raise ValueError(f"{config.model}: there is no such model")
+
+
+class FaultyScheduler(FakeScheduler):
+    """Raises in the step that samples `FATAL_TOKEN`."""
+
+    def step(self) -> Step:
+        step = super().step()
+        if any(isinstance(event, Sampled) and FATAL_TOKEN in event.tokens for event in step.events):
+            raise RuntimeError("the fatal token was sampled")
+        return step
+
+
+def make_describing(config: EngineConfig) -> FakeScheduler:
+    """Says in `ModelInfo.path` what kind of process it is in."""
+    scheduler = FakeScheduler(config)
+    facts = {
+        "threads": os.environ["OMP_NUM_THREADS"],
+        "torch": "torch" in sys.modules,
+        "trio": "trio" in sys.modules,
+    }
+    scheduler.info = msgspec.structs.replace(scheduler.info, path=json.dumps(facts))
+    return scheduler
