@@ -95,7 +95,7 @@ class FreeRuns:
         self._put(start, stop)
 
     def take_from(self, start: int, wanted: int) -> int:
-        """Take up to `wanted` blocks of the run that begins at `start`; how many (0: there is no such run)."""
+        """Take up to `wanted` blocks of the run that begins at `start`; how many (0: no such run)."""
         stop = self._stop_of.get(start)
         if stop is None:
             return 0

@@ -87,7 +87,7 @@ def noisy_scores(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
 
 
 def gumbel_noise(counters: Sequence[tuple[int, int]], like: torch.Tensor) -> torch.Tensor:
-    """Standard Gumbel noise, hashed from (seed, position) of each row and the token; float32, shaped as `like`.
+    """Standard Gumbel noise hashed from each row's (seed, position) and the token; float32, shaped as `like`.
 
     Noise is -log(-log(1 - v)), v uniform. As |h + 1/2| / 2^31 of a signed hash h, v is fine-grained near 0,
     where noise is large; near 1 it is kept off 1, where noise would be -inf.

@@ -1,4 +1,4 @@
-"""Tiny checkpoints with random weights, written by transformers, and its logits for them: the oracle of our decoder."""
+"""Tiny checkpoints with random weights, written by transformers, and its logits: the oracle of our decoder."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SMALL: dict[str, Any] = {
 
 
 def write_checkpoint(folder: Path, seed: int, shard: str | None = None, **changes: Any) -> LlamaForCausalLM:
-    """Write a random model of SMALL with `changes` to `folder`, in shards of size `shard`; the model itself."""
+    """Write a random model of SMALL with `changes` to `folder`, in shards of that size; the model itself."""
     torch.manual_seed(seed)
     model = LlamaForCausalLM(LlamaConfig(**{**SMALL, **changes})).float().eval()
     for name, parameter in model.named_parameters():
