@@ -1,0 +1,186 @@
+"""The proof that a dialect writes what its family writes. Run once, at load; a dialect that fails it is not
+used.
+
+It knows items and chat messages, the dialect's methods and the template. Strategy: probe conversations in
+which every kind of item follows every other, behind every kind of opening, and texts that are hard in some
+way. For each beginning of each conversation, the dialect's fragments spelled out must be the template's
+rendering, and their ids the ids that the family's tokenizer gives for it. Since every beginning is compared,
+each item adds exactly its fragment. Then, for every control token: its spelling inside any text stays text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import product
+from typing import Any
+
+from protocol.dialects.base import Dialect, Fragment
+from protocol.dialects.template import ChatMessage, ChatTemplate
+from protocol.dialects.tokens import DialectError, Tokens
+from protocol.wire import (
+    ContentPart,
+    CustomTool,
+    CustomToolCall,
+    CustomToolCallOutput,
+    FunctionCall,
+    FunctionCallOutput,
+    FunctionTool,
+    Item,
+    Message,
+    Reasoning,
+    Tool,
+    item_text,
+)
+
+_PARAMETERS = {"type": "object", "properties": {"path": {"type": "string"}}, "required": ["path"]}
+_TOOLS = [
+    FunctionTool("read_file", "Reads “a file”.\nAll of it.", _PARAMETERS),
+    FunctionTool("now", parameters={"type": "object", "properties": {}}),
+]
+_CALLABLE: list[Tool] = [*_TOOLS, CustomTool("patch")]
+
+_TEXTS = (
+    "Hello there, what's in it?",
+    "",
+    " ",
+    "\n",
+    "\n\n  Two  blank  lines before,   and one after.\n",
+    'def f(x):\n\treturn {"a": [1, 2.50, "\\u00e9"]}  # 1234567',
+    "Grüße, 世界 🙂 …\u00a0—\u200b",
+    "user\nassistant\nsystem",
+)
+
+_CALL = FunctionCall("c", "read_file", '{ "path":"a\\u0062.txt",\n"n" : [1,{}] }')
+_CUSTOM_CALL = CustomToolCall("c", "patch", "*** one\n two\n")
+
+
+def prove(dialect: Dialect, template: ChatTemplate, tokens: Tokens) -> None:
+    """Raises DialectError with the first difference found."""
+    for instructions, with_tools in product((None, "Be short.\n"), (False, True)):
+        tools = _TOOLS if with_tools else []
+        opening = dialect.opening(instructions, tools)
+        head: list[ChatMessage] = [{"role": "system", "content": instructions}] if instructions else []
+        for conversation in _conversations():
+            messages, fragment = [*head], [*opening]
+            for items in conversation:
+                messages += chat_messages(items)
+                fragment += dialect.items(items)
+                _compare(tokens, fragment, template.render(messages, chat_tools(tools)), items)
+            rendered = template.render(messages, chat_tools(tools), add_generation_prompt=True)
+            _compare(tokens, fragment + dialect.turn_start(), rendered, ["the start of a turn"])
+    _prove_turn(dialect, tokens)
+    for spelling in tokens.control:
+        _prove_literal(dialect, tokens, spelling)
+
+
+def _conversations() -> Iterator[list[list[Item]]]:
+    """Conversations, each a list of lists of items that make one message."""
+    hello: list[Item] = [Message("user", "Hi")]
+    kinds: list[list[Item]] = [
+        [Message("user", "And now?")],
+        [Message("developer", "Mind the gap.")],
+        [Message("assistant", "I see.\n")],
+        [_CALL],
+        [
+            Reasoning(content=[ContentPart("reasoning_text", "First,\n\nread it. ")]),
+            Message("assistant", "Well,"),
+            _CALL,
+        ],
+        [Message("assistant", "Two"), _CALL, _CUSTOM_CALL],
+        [FunctionCallOutput("c", "a\nb\n")],
+        [CustomToolCallOutput("c", "done")],
+    ]
+    for first, second in product(kinds, repeat=2):
+        yield [hello, first, second]
+    for text in _TEXTS:
+        message: list[Item] = [Message("assistant", text)]
+        yield [
+            [Message("user", text)],
+            [Message("system", text)],
+            [*message, _CALL],
+            [FunctionCallOutput("c", text)],
+        ]
+        yield [hello, message, [CustomToolCall("c", "patch", text)], [FunctionCall("c", "read_file", text)]]
+
+
+def _compare(tokens: Tokens, fragment: Fragment, rendered: str, what: Sequence[object]) -> None:
+    if tokens.spell(fragment) != rendered:
+        raise DialectError(
+            f"the chat template does not write {what!r} after a history as it does after another"
+        )
+    if tokens.encode(fragment) != tokens.encode_as_family(rendered):
+        raise DialectError(
+            f"the tokenizer does not treat the text of {what!r} by itself; pieces do not add up"
+        )
+
+
+def _prove_turn(dialect: Dialect, tokens: Tokens) -> None:
+    """A sampled stop token is continued as a written one, and what the dialect has the model say, its parser
+    understands.
+    """
+    said: list[Item] = [Message("assistant", "Two"), _CALL, _CUSTOM_CALL]
+    sampled = dialect.tokenize(dialect.sampled(said))
+    closed = sampled + dialect.tokenize(dialect.turn_end(sampled[-1]))
+    if dialect.tokenize(dialect.turn_start()) + closed != dialect.tokenize(dialect.items(said)):
+        raise DialectError("a turn that is sampled and a turn that is written are different tokens")
+    parser = dialect.parser(_CALLABLE)
+    parsed = parser.feed(sampled) + parser.finish()
+    texts = [getattr(each, "text", "") for each in parsed]
+    if "".join(texts) != "Two" + _CALL.arguments + _CUSTOM_CALL.input:
+        raise DialectError(f"a call in this template's form is not understood by the parser: {parsed}")
+
+
+def _prove_literal(dialect: Dialect, tokens: Tokens, spelling: str) -> None:
+    ids = dialect.tokenize([f"a{spelling} {spelling}"])
+    if any(token in tokens.spelling for token in ids) or tokens.decode(ids) != f"a{spelling} {spelling}":
+        raise DialectError(f"the text {spelling!r} cannot be written without its control token")
+
+
+def chat_messages(items: Sequence[Item]) -> list[ChatMessage]:
+    """The items in the words of chat templates; neighbouring assistant items are one message, whatever their
+    order.
+    """
+    messages: list[ChatMessage] = []
+    for item in items:
+        match item:
+            case Message(role="user" | "system" | "developer" as role):
+                messages.append(
+                    {"role": "system" if role == "developer" else role, "content": item_text(item)}
+                )
+            case FunctionCallOutput() | CustomToolCallOutput():
+                messages.append({"role": "tool", "content": item_text(item)})
+            case _:
+                if not (messages and messages[-1]["role"] == "assistant"):
+                    messages.append({"role": "assistant", "content": ""})
+                _add_said(messages[-1], item)
+    return messages
+
+
+def _add_said(message: ChatMessage, item: Item) -> None:
+    match item:
+        case Message():
+            message["content"] += item_text(item)
+        case Reasoning():
+            message["reasoning_content"] = item_text(item)
+        case FunctionCall(name=name, arguments=arguments):
+            function = {"name": name, "arguments": arguments}
+            message.setdefault("tool_calls", []).append({"type": "function", "function": function})
+        case CustomToolCall(name=name, input=text):
+            message.setdefault("tool_calls", []).append(
+                {"type": "custom", "custom": {"name": name, "input": text}}
+            )
+
+
+def chat_tools(tools: Sequence[FunctionTool]) -> list[dict[str, Any]]:
+    """Function tools in the words of chat templates."""
+    return [
+        {
+            "type": "function",
+            "function": {
+                "name": tool.name,
+                "description": tool.description or "",
+                "parameters": tool.parameters,
+            },
+        }
+        for tool in tools
+    ]
