@@ -1,0 +1,82 @@
+"""The small routes: health, models, metrics. It knows requests and replies, not sockets.
+
+Every path works with and without ``/v1`` in front: clients differ in what they take for the base URL.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeAlias
+from urllib.parse import unquote
+
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from protocol.backend import Backend
+from protocol.errors import RequestError
+from protocol.http import Reply, Request, error_reply, json_reply
+from protocol.metrics import Exposition
+
+RESPONSES_PATH = "/responses"
+MODELS_PATH = "/models"
+
+Handler: TypeAlias = Callable[[], Reply]
+
+
+def route_of(request: Request) -> str:
+    """The path of a request without the optional ``/v1``."""
+    return request.path.removeprefix("/v1")
+
+
+def answer(request: Request, backend: Backend, exposition: Exposition) -> Reply:
+    """The reply to a request that is no upgrade."""
+    route = route_of(request)
+    if route == RESPONSES_PATH:
+        return _not_over_http(request)
+    handler = _handler_of(route, backend, exposition)
+    if handler is None:
+        return error_reply(_not_found(f"There is nothing at {request.path}.", "not_found"))
+    if request.method not in ("GET", "HEAD"):
+        error = RequestError(
+            f"{request.method} is not possible at {request.path}.", status=405, code="method_not_allowed"
+        )
+        return error_reply(error, [("allow", "GET, HEAD")])
+    return handler()
+
+
+def _handler_of(route: str, backend: Backend, exposition: Exposition) -> Handler | None:
+    match route:
+        case "/healthz":
+            return lambda: _health(backend)
+        case "/metrics":
+            return lambda: Reply(200, exposition.text(), content_type=CONTENT_TYPE_LATEST)
+        case "/models":
+            return lambda: json_reply({"object": "list", "data": backend.models()})
+    if route.startswith(MODELS_PATH + "/"):
+        return lambda: _model(unquote(route.removeprefix(MODELS_PATH + "/")), backend)
+    return None
+
+
+def _health(backend: Backend) -> Reply:
+    status, body = backend.health()
+    return json_reply(body, status)
+
+
+def _model(model_id: str, backend: Backend) -> Reply:
+    for model in backend.models():
+        if model["id"] == model_id:
+            return json_reply(model)
+    return error_reply(_not_found(f"The model '{model_id}' does not exist.", "model_not_found", "model"))
+
+
+def _not_over_http(request: Request) -> Reply:
+    if request.method in ("GET", "HEAD"):
+        error = RequestError("Connect to this path with a WebSocket.", status=426, code="upgrade_required")
+        return error_reply(error, [("upgrade", "websocket"), ("connection", "upgrade")])
+    message = (
+        f"This server speaks Responses over WebSocket: connect to {request.path} and send response.create."
+    )
+    return error_reply(_not_found(message, "not_found"))
+
+
+def _not_found(message: str, code: str, param: str | None = None) -> RequestError:
+    return RequestError(message, status=404, code=code, param=param)
