@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Literal, TypeAlias, TypeGuard
 import trio
 
 from engine.messages import (
-    Command,
     Event,
     Extend,
     Failed,
@@ -25,6 +24,7 @@ from engine.messages import (
     Sample,
     Sampled,
     Sampling,
+    Stopped,
     Truncate,
 )
 
@@ -43,13 +43,16 @@ class EngineSequence:
 
     Verbs are synchronous, never block, and reach the engine in the order they were called. On a sequence
     that is lost or has failed they do nothing (its reader learns of it from `events`); after `release` they
-    raise `trio.ClosedResourceError`.
+    raise `trio.ClosedResourceError`. Only `pause` and `release` are for a sequence that is sampling: the
+    others raise RuntimeError until its `Stopped` has come or it was told to pause, because the engine would
+    take them for a bug and die of it, with everybody's sequences.
     """
 
     def __init__(self, engine: Engine, number: int, state: SequenceState = "open") -> None:
         self.id = number
         self._engine = engine
         self._state = state
+        self._sampling = False  # told to, and neither told to pause nor heard to have stopped
         self._arrived: list[Event] = []
         self._readers = trio.lowlevel.ParkingLot()
 
@@ -63,7 +66,8 @@ class EngineSequence:
 
     def extend(self, tokens: Sequence[int], *, sampled: bool = False) -> None:
         """Append tokens. `sampled`: the model itself once sampled them (a ledger that is sent again)."""
-        self._command(Extend(sequence=self.id, tokens=list(tokens), sampled=sampled))
+        if self._is_heard():
+            self._engine.send(Extend(sequence=self.id, tokens=list(tokens), sampled=sampled))
 
     def sample(
         self,
@@ -74,38 +78,44 @@ class EngineSequence:
         forced: list[int] | None = None,
     ) -> None:
         """Begin a leg; it ends with a `Stopped` or a `Failed` among the events."""
-        self._command(
-            Sample(
-                sequence=self.id,
-                sampling=sampling,
-                max_tokens=max_tokens,
-                stop_tokens=stop_tokens,
-                forced=forced,
+        if self._is_heard():
+            self._sampling = True
+            self._engine.send(
+                Sample(
+                    sequence=self.id,
+                    sampling=sampling,
+                    max_tokens=max_tokens,
+                    stop_tokens=stop_tokens,
+                    forced=forced,
+                )
             )
-        )
 
     def pause(self) -> None:
-        """Stop sampling before the next token."""
-        self._command(Pause(sequence=self.id))
+        """Stop sampling before the next token. Other verbs may follow at once, they are obeyed in order."""
+        if self._is_heard(while_sampling=True):
+            self._sampling = False
+            self._engine.send(Pause(sequence=self.id))
 
     def truncate(self, length: int) -> None:
-        """Cut the sequence, which must not be sampling, back to its first `length` tokens."""
-        self._command(Truncate(sequence=self.id, length=length))
+        """Cut the sequence back to its first `length` tokens."""
+        if self._is_heard():
+            self._engine.send(Truncate(sequence=self.id, length=length))
 
     def fork(self) -> EngineSequence:
-        """A copy of this sequence, which must not be sampling. The copy of a lost or failed one is lost."""
-        if self._is_gone():
+        """A copy of this sequence. The copy of a lost or failed one is lost."""
+        if not self._is_heard():
             return EngineSequence(self._engine, self._engine.new_number(), "lost")
         child = self._engine.adopt_new_sequence()
-        self._command(Fork(sequence=self.id, child=child.id))
+        self._engine.send(Fork(sequence=self.id, child=child.id))
         return child
 
     def release(self) -> None:
-        """Forget the sequence and its KV, in whatever state it is; a reader gets
-        `trio.ClosedResourceError`. Idempotent.
+        """Forget the sequence and its KV, whatever it is doing; a reader is woken by `events` raising.
+
+        Idempotent, and fine when the sequence is lost or has failed.
         """
         if self._state == "open":
-            self._command(Release(sequence=self.id))
+            self._engine.send(Release(sequence=self.id))
             self._arrived.clear()
             self._end("released")
 
@@ -134,6 +144,8 @@ class EngineSequence:
     def arrive(self, event: Event) -> None:
         """Take an event of this sequence."""
         self._arrived.append(event)
+        if type(event) is Stopped:
+            self._sampling = False
         if type(event) is Failed:
             self._end("failed")
         else:
@@ -148,15 +160,15 @@ class EngineSequence:
         self._engine.forget(self)
         self._readers.unpark_all()
 
-    def _command(self, command: Command) -> None:
-        if not self._is_gone():
-            self._engine.send(command)
-
-    def _is_gone(self) -> bool:
-        """Whether verbs reach nobody; raises `trio.ClosedResourceError` if that is the caller's doing."""
+    def _is_heard(self, *, while_sampling: bool = False) -> bool:
+        """Whether there is somebody to obey a verb. Raises if calling it now is the caller's bug."""
         if self._state == "released":
             raise trio.ClosedResourceError(f"sequence {self.id} was released")
-        return self._state != "open"
+        if self._state != "open":
+            return False
+        if self._sampling and not while_sampling:
+            raise RuntimeError(f"sequence {self.id} is sampling: pause it, or wait for its Stopped")
+        return True
 
 
 def _is_sampled(event: Event) -> TypeGuard[Sampled]:

@@ -99,8 +99,8 @@ class Channel:
 def serve(channel: Channel, scheduler: AnyScheduler) -> None:
     """Carry commands to the scheduler and its steps back, until `ServerGone`.
 
-    A step without events is sent only when it was the last for now: the statistics that the server has are
-    then those of the idle engine.
+    A step without events is sent only when it was the last for now, so that the server's statistics are
+    those of the idle engine.
     """
     decoder = msgspec.msgpack.Decoder(Commands)
     while True:
@@ -121,9 +121,9 @@ def _receive_while_idle(channel: Channel) -> list[bytearray]:
 def _stop_collecting() -> None:
     """No collection while there is work: it would stop every running sequence for as long as it takes.
 
-    What loading left (modules, weights, tables) stays for the life of the process, so it is frozen and
-    never looked at again. Messages and sequences are freed by reference count; what little is in cycles
-    waits for an idle moment.
+    What loading left (modules, weights, tables) stays for the life of the process, so it is frozen and never
+    looked at again. Messages and sequences are freed by their reference counts (2,000 steps were measured to
+    leave nothing in cycles); anything else waits for an idle moment.
     """
     gc.collect()
     gc.freeze()
@@ -131,9 +131,7 @@ def _stop_collecting() -> None:
 
 
 def _limit_threads() -> None:
-    """torch reads OMP_NUM_THREADS for its own loops, but the libraries below it may have been told
-    otherwise.
-    """
+    """Say it to torch as well: what it makes of OMP_NUM_THREADS alone depends on how it was built."""
     torch = sys.modules.get("torch")
     if torch is not None and "OMP_NUM_THREADS" in os.environ:
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
@@ -153,15 +151,13 @@ def _resolve(factory: str) -> Callable[[EngineConfig], AnyScheduler]:
 
 def main(arguments: list[str]) -> None:
     """Serve the socket `FD` with the scheduler `MODULE:CALLABLE`."""
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # the terminal's ^C reaches the whole group; the server decides
+    # The terminal's ^C reaches the whole process group; what it means is the server's to decide.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     _show_name()
     descriptor, factory = arguments
     with socket.socket(fileno=int(descriptor)) as connection:
-        connection.set_inheritable(
-            False
-        )  # a child of ours that kept it open would hide our death from the server
+        # A child of ours that held it open would hide our death from the server.
+        connection.set_inheritable(False)
         channel = Channel(connection)
         try:
             (payload,) = channel.receive()
@@ -171,7 +167,7 @@ def main(arguments: list[str]) -> None:
                 _limit_threads()
                 scheduler = make_scheduler(config)
             except Exception as error:
-                channel.send(Unusable(message=str(error)))
+                channel.send(Unusable(message=str(error) or type(error).__name__))
                 raise
             _stop_collecting()
             channel.send(Ready(info=scheduler.info))

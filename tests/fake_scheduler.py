@@ -43,8 +43,8 @@ from engine.messages import (
     Truncate,
 )
 
-VOCABULARY = 512
-FATAL_TOKEN = 511
+VOCABULARY = 1024  # the embedded model has as many, so its tokens can be forced
+FATAL_TOKEN = 1023
 KV_BYTES_PER_TOKEN = 1024
 DEFAULT_MAX_CONTEXT = 131072
 
@@ -61,19 +61,19 @@ def hash_of_last(ledger: list[int]) -> int:
 class FakeSequence:
     ledger: list[int] = field(default_factory=list)
     in_kv: int = 0  # tokens; at least one is kept back, so that `Sample` always has something to forward
-    leg: Sample | None = None
-    leg_sampled: int = 0  # tokens
-    leg_prefilled: int = 0  # tokens
-    began: bool = False
+    sample: Sample | None = None
+    announce: bool = True  # with the next tokens forwarded comes a `Began`
+    sampled: int = 0  # tokens of this leg
+    prefilled: int = 0  # tokens of this leg
 
     @property
     def waiting(self) -> int:
         """Tokens that can be forwarded now."""
-        return len(self.ledger) - self.in_kv - (0 if self.leg else 1)
+        return len(self.ledger) - self.in_kv - (self.sample is None)
 
     @property
     def is_running(self) -> bool:
-        return self.leg is not None or self.waiting > 0
+        return self.waiting > 0
 
 
 class FakeScheduler:
@@ -88,9 +88,9 @@ class FakeScheduler:
         self._next_token = next_token
         self._clock = clock
         self._sequences: dict[int, FakeSequence] = {}
-        self._newest = 0
-        self._replies: list[Event] = []
-        self._steps = self._prefilled = self._sampled = 0
+        self.failed: set[int] = set()  # commands for these may have crossed the news
+        self._events: list[Event] = []
+        self._steps = self._tokens_prefilled = self._tokens_sampled = 0
         self.info = ModelInfo(
             model=config.model,
             architecture="fake",
@@ -109,30 +109,32 @@ class FakeScheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._replies) or any(sequence.is_running for sequence in self._sequences.values())
+        return bool(self._events) or any(sequence.is_running for sequence in self._sequences.values())
 
     def submit(self, commands: Iterable[Command]) -> None:
         for command in commands:
+            number = command.sequence
             if isinstance(command, Open):
-                self._add(command.sequence, FakeSequence())
-            elif command.sequence in self._sequences:
-                self._obey(command, self._sequences[command.sequence])
-            elif command.sequence > self._newest:
-                raise KeyError(f"sequence {command.sequence} was never opened: {command}")
+                self._add(number, FakeSequence())
+            elif number not in self.failed:
+                self._obey(command, number, self._sequences[number])
             elif isinstance(command, Fork):
-                self._newest = command.child
                 self._fail(
-                    command.child, "engine_error", f"sequence {command.sequence} has failed before the fork"
+                    command.child, "engine_error", f"sequence {number} failed before it could be forked"
                 )
 
     def step(self) -> Step:
-        events, self._replies = self._replies, []
-        self._steps += 1
+        self._steps += self.has_work
         budget = self._config.prefill_chunk
         for number, sequence in list(self._sequences.items()):
-            if sequence.is_running:
-                budget -= self._advance(number, sequence, budget, events)
-        return Step(events=events + self._take_replies(), statistics=self.statistics())
+            if sequence.sampled:
+                sequence.in_kv += 1
+            else:
+                budget -= self._prefill(number, sequence, budget)
+            if sequence.sample is not None and not sequence.waiting:
+                self._sample(number, sequence, sequence.sample)
+        events, self._events = self._events, []
+        return Step(events=events, statistics=self.statistics())
 
     def statistics(self) -> EngineStatistics:
         running = [sequence for sequence in self._sequences.values() if sequence.is_running]
@@ -148,88 +150,96 @@ class FakeScheduler:
             blocks_free=self.info.kv_blocks - blocks_running - blocks_held,
             extents_per_sequence=1.0 if self._sequences else 0.0,
             steps=self._steps,
-            tokens_prefilled=self._prefilled,
-            tokens_sampled=self._sampled,
+            tokens_prefilled=self._tokens_prefilled,
+            tokens_sampled=self._tokens_sampled,
         )
 
     def check_integrity(self) -> None:
         assert all(0 <= sequence.in_kv <= len(sequence.ledger) for sequence in self._sequences.values())
         assert self.statistics().blocks_free >= 0
 
-    def ledger_of(self, number: int) -> list[int]:
-        """What this sequence holds, for tests to compare with the server's ledger."""
-        return list(self._sequences[number].ledger)
-
-    def _obey(self, command: Command, sequence: FakeSequence) -> None:
-        number = command.sequence
+    def _obey(self, command: Command, number: int, sequence: FakeSequence) -> None:
         if isinstance(command, Release):
-            del self._sequences[number]
-            self._replies = [event for event in self._replies if event.sequence != number]
-        elif isinstance(command, Extend):
-            self._grow(number, sequence, command.tokens)
-        elif isinstance(command, Pause):
-            if sequence.leg is not None:
-                self._replies.append(self._stop(number, sequence, "paused"))
+            self._forget(number)
+            return
+        if isinstance(command, Pause):
+            if sequence.sample is not None:
+                self._stop(number, sequence, "paused")
+            return
+        if sequence.sample is not None:
+            raise ValueError(f"sequence {number} is sampling: {command}")
+        if isinstance(command, Extend):
+            self._extend(number, sequence, command.tokens)
+        elif isinstance(command, Sample):
+            self._begin(number, sequence, command)
+        elif isinstance(command, Truncate):
+            if not 0 <= command.length <= len(sequence.ledger):
+                raise ValueError(f"sequence {number} has {len(sequence.ledger)} tokens: {command}")
+            del sequence.ledger[command.length :]
+            sequence.in_kv = min(sequence.in_kv, max(command.length - 1, 0))
+        elif isinstance(command, Fork):
+            self._add(command.child, FakeSequence(list(sequence.ledger), sequence.in_kv))
+
+    def _extend(self, number: int, sequence: FakeSequence, tokens: list[int]) -> None:
+        if not tokens:
+            return
+        if len(sequence.ledger) + len(tokens) > self.info.max_context:
+            self._fail(number, "context_length_exceeded", f"the context holds {self.info.max_context} tokens")
+        elif min(tokens) < 0 or max(tokens) >= VOCABULARY:
+            self._fail(number, "engine_error", f"token ids must be in 0 to {VOCABULARY - 1}")
         else:
-            if sequence.leg is not None:
-                raise ValueError(f"sequence {number} is sampling: {command}")
-            if isinstance(command, Sample):
-                sequence.leg, sequence.leg_sampled = command, 0
-            elif isinstance(command, Truncate):
-                del sequence.ledger[command.length :]
-                sequence.in_kv = min(sequence.in_kv, max(command.length - 1, 0))
-            elif isinstance(command, Fork):
-                self._add(command.child, FakeSequence(list(sequence.ledger), sequence.in_kv))
+            sequence.announce = True
+            self._append(number, sequence, tokens)
 
-    def _advance(self, number: int, sequence: FakeSequence, budget: int, events: list[Event]) -> int:
-        """Prefill within `budget`, sample if nothing is left to prefill, and return the tokens prefilled."""
-        forwarded = sequence.waiting if sequence.leg_sampled else min(budget, sequence.waiting)
+    def _begin(self, number: int, sequence: FakeSequence, sample: Sample) -> None:
+        if not sequence.ledger:
+            raise ValueError(f"sequence {number} has no tokens to sample after")
+        sequence.sample = sample
+        if sample.max_tokens < 1 or len(sequence.ledger) >= self.info.max_context:
+            self._stop(number, sequence, "length")
+        elif sample.forced == []:
+            self._stop(number, sequence, "stop")
+
+    def _prefill(self, number: int, sequence: FakeSequence, budget: int) -> int:
+        forwarded = max(0, min(budget, sequence.waiting))
+        if forwarded and sequence.announce:
+            self._events.append(Began(sequence=number, at=self._clock()))
+            sequence.announce = False
         sequence.in_kv += forwarded
-        prefilled = 0 if sequence.leg_sampled else forwarded
-        if prefilled and not sequence.began:
-            events.append(Began(sequence=number, at=self._clock()))
-            sequence.began = True
-        sequence.leg_prefilled += prefilled
-        self._prefilled += prefilled
-        if sequence.leg is not None and not sequence.waiting:
-            self._sample(number, sequence, sequence.leg, events)
-        return prefilled
-
-    def _sample(self, number: int, sequence: FakeSequence, leg: Sample, events: list[Event]) -> None:
-        if not sequence.leg_sampled:
-            events.append(
+        sequence.prefilled += forwarded
+        self._tokens_prefilled += forwarded
+        if sequence.sample is not None and not sequence.waiting:
+            self._events.append(
                 Prefilled(
                     sequence=number,
-                    prefilled=sequence.leg_prefilled,
+                    prefilled=sequence.prefilled,
                     reused=0,
                     queue_seconds=0.0,
                     prefill_seconds=0.0,
                 )
             )
-        if len(sequence.ledger) >= self.info.max_context:
-            events.append(self._stop(number, sequence, "length"))
-            return
-        token = leg.forced[sequence.leg_sampled] if leg.forced else self._next_token(sequence.ledger)
-        if not self._grow(number, sequence, [token]):
-            return
-        sequence.leg_sampled += 1
-        self._sampled += 1
-        events.append(Sampled(sequence=number, tokens=[token]))
-        if token in leg.stop_tokens or (leg.forced and sequence.leg_sampled == len(leg.forced)):
-            events.append(self._stop(number, sequence, "stop"))
-        elif sequence.leg_sampled >= leg.max_tokens:
-            events.append(self._stop(number, sequence, "length"))
+        return forwarded
 
-    def _stop(self, number: int, sequence: FakeSequence, reason: StopReason) -> Stopped:
-        sequence.leg = None
-        sequence.leg_sampled = sequence.leg_prefilled = 0
-        sequence.began = False
-        return Stopped(sequence=number, reason=reason, decode_seconds=0.0)
+    def _sample(self, number: int, sequence: FakeSequence, leg: Sample) -> None:
+        token = leg.forced[sequence.sampled] if leg.forced else self._next_token(sequence.ledger)
+        if not self._append(number, sequence, [token]):
+            return
+        sequence.sampled += 1
+        self._tokens_sampled += 1
+        self._events.append(Sampled(sequence=number, tokens=[token]))
+        if sequence.sampled == len(leg.forced) if leg.forced else token in leg.stop_tokens:
+            self._stop(number, sequence, "stop")
+        elif sequence.sampled >= leg.max_tokens or len(sequence.ledger) >= self.info.max_context:
+            self._stop(number, sequence, "length")
 
-    def _grow(self, number: int, sequence: FakeSequence, tokens: list[int]) -> bool:
-        if len(sequence.ledger) + len(tokens) > self.info.max_context:
-            self._fail(number, "context_length_exceeded", f"the context holds {self.info.max_context} tokens")
-            return False
+    def _stop(self, number: int, sequence: FakeSequence, reason: StopReason) -> None:
+        self._events.append(Stopped(sequence=number, reason=reason, decode_seconds=0.0))
+        sequence.sample = None
+        if sequence.sampled:
+            sequence.sampled = sequence.prefilled = 0
+            sequence.announce = True
+
+    def _append(self, number: int, sequence: FakeSequence, tokens: list[int]) -> bool:
         sequence.ledger += tokens
         if sum(map(self._blocks, self._sequences.values())) > self.info.kv_blocks:
             self._fail(number, "out_of_kv", f"all {self.info.kv_blocks} blocks are in use")
@@ -237,21 +247,21 @@ class FakeScheduler:
         return True
 
     def _fail(self, number: int, code: FailureCode, message: str) -> None:
+        self._forget(number)
+        self.failed.add(number)
+        self._events.append(Failed(sequence=number, code=code, message=message))
+
+    def _forget(self, number: int) -> None:
         self._sequences.pop(number, None)
-        self._replies.append(Failed(sequence=number, code=code, message=message))
+        self._events = [event for event in self._events if event.sequence != number]
 
     def _add(self, number: int, sequence: FakeSequence) -> None:
-        if number <= self._newest:
-            raise ValueError(f"sequence number {number} was used before")
-        self._newest = number
+        if number in self._sequences:
+            raise ValueError(f"sequence {number} is open already")
         self._sequences[number] = sequence
 
     def _blocks(self, sequence: FakeSequence) -> int:
         return -(-len(sequence.ledger) // self._config.block_size)
-
-    def _take_replies(self) -> list[Event]:
-        replies, self._replies = self._replies, []
-        return replies
 
 
 # What a worker can be started with: "tests.fake_scheduler:NAME".

@@ -258,6 +258,25 @@ async def test_pause_truncate_and_fork(autojump_clock: trio.testing.MockClock) -
         assert await sample(sequence, 5) == continuation([1, 2], 5)
 
 
+async def test_a_verb_out_of_turn_harms_its_caller_only(autojump_clock: trio.testing.MockClock) -> None:
+    engine = inline()
+    async with running(engine):
+        sequence = engine.open()
+        sequence.extend([1])
+        begin(sequence, 3)
+        for verb in (
+            lambda: sequence.extend([2]),
+            lambda: begin(sequence, 3),
+            lambda: sequence.truncate(1),
+            sequence.fork,
+        ):
+            with pytest.raises(RuntimeError, match="is sampling"):
+                verb()
+        assert tokens_in(await events_of_leg(sequence)) == continuation([1], 3)
+        assert engine.statistics().sequences_open == 1
+        sequence.extend([2])
+
+
 async def test_a_released_sequence_is_over(autojump_clock: trio.testing.MockClock) -> None:
     engine = inline()
     async with running(engine):
@@ -310,6 +329,7 @@ async def test_a_failed_sequence_disturbs_no_other(autojump_clock: trio.testing.
         failing.truncate(1)
         child = failing.fork()
         child.extend([1])
+        begin(child, 3)
         (failed,) = await failing.events()
         assert isinstance(failed, Failed)
         assert failed.code == "context_length_exceeded"
@@ -336,8 +356,8 @@ async def test_before_it_is_ready_there_is_no_engine(autojump_clock: trio.testin
     with pytest.raises(EngineUnavailable):
         _ = engine.info
     async with running(engine):
-        assert engine.state == "ready"
-        assert engine.info.vocabulary == 512
+        assert engine.statistics().state == "ready"
+        assert engine.info.vocabulary == 1024
         sequence = engine.open()
     assert engine.state == "failed"
     with pytest.raises(SequenceLost, match="stopped"):
