@@ -29,7 +29,7 @@ from engine.messages import (
 )
 
 if TYPE_CHECKING:
-    from engine.handle import Engine
+    from engine.routing import Engine
 
 SequenceState: TypeAlias = Literal["open", "lost", "failed", "released"]
 

@@ -25,9 +25,6 @@ from hypothesis import strategies as st
 
 from engine import frames
 from engine.handle import (
-    FIRST_BACKOFF,
-    HEALTHY_AFTER,
-    MAX_BACKOFF,
     Engine,
     EngineSequence,
     EngineUnavailable,
@@ -50,6 +47,7 @@ from engine.messages import (
     Step,
     Stopped,
 )
+from engine.routing import FIRST_BACKOFF, HEALTHY_AFTER, MAX_BACKOFF
 from tests.fake_scheduler import FATAL_TOKEN, FakeScheduler, hash_of_last
 
 CONFIG = EngineConfig(model="fake")
