@@ -39,7 +39,9 @@ class SocketHandler(Protocol):
     """What serves one WebSocket: `protocol.websocket.serve_connection`, with its service bound."""
 
     async def __call__(self, socket: Socket, *, caller: Caller, prototype: bool, connection_id: str) -> None:
-        """Serve until the socket is gone. One that is still open when this returns is closed with code 1000.
+        """Serve until the socket is gone, and return or raise SocketClosed. It has to be in recv() to notice.
+
+        A socket that is still open when this returns is closed with code 1000.
 
         It is cancelled at shutdown, a moment after `Backend.drain`; the socket is then closed with code 1001.
         """

@@ -28,7 +28,7 @@ from protocol.http import HEAD_TIMEOUT, IDLE_TIMEOUT, HttpConnection, Reply, Req
 from protocol.metrics import Exposition, LatenessProbe, Sections, Value
 from protocol.routes import RESPONSES_PATH, answer, route_of
 from protocol.settings import Settings
-from protocol.socket import open_socket
+from protocol.socket import SocketClosed, open_socket
 
 # The beta header of the only clients that speak the prototype's `response.append` and nothing newer.
 PROTOTYPE_BETA = "responses_websockets=2026-02-04"
@@ -128,7 +128,7 @@ class Server:
                 else:
                     self._accepted += 1
                     await self._serve_requests(stream, connection_id)
-            except* (trio.BrokenResourceError, trio.ClosedResourceError):
+            except* (trio.BrokenResourceError, trio.ClosedResourceError, SocketClosed):
                 log.debug("peer_gone")
             except* Exception as group:
                 self._failed += 1

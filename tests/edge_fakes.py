@@ -17,6 +17,7 @@ from protocol.server import Server
 from protocol.settings import Settings
 from protocol.socket import Socket, SocketClosed
 
+DEADLINE = 120.0  # s; of a connection in a test, on whatever clock
 MODELS = [{"id": "tiny", "object": "model", "created": 0, "owned_by": "fermata"}, {"id": "org/large"}]
 
 
@@ -60,31 +61,33 @@ async def echo(socket: Socket, *, caller: Caller, prototype: bool, connection_id
 
 
 def make_server(backend: FakeBackend | None = None, serve_socket: Any = echo, **settings: Any) -> Server:
+    settings.setdefault("port", 0)
     return Server(Settings(**settings), backend or FakeBackend(), serve_socket)
 
 
 @asynccontextmanager
 async def over_memory(server: Server) -> AsyncIterator[trio.abc.HalfCloseableStream]:
-    """The client's end of one connection to `server`. Fails if the server does not end it in good time."""
+    """The client's end of one connection to `server`, which has to end when the client is gone."""
     client, stream = trio.testing.memory_stream_pair()
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(server.serve_stream, stream)
-        yield client
-        await trio.aclose_forcefully(client)
-        nursery.cancel_scope.deadline = trio.current_time() + 20
+    with trio.fail_after(DEADLINE):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(server.serve_stream, stream)
+            yield client
+            await trio.aclose_forcefully(client)
 
 
 @asynccontextmanager
 async def over_tcp(server: Server) -> AsyncIterator[tuple[str, int]]:
     """Run `server` on a free port of loopback; host and port. Stops it in the end."""
     stop = trio.Event()
-    async with trio.open_nursery() as nursery:
-        addresses = await nursery.start(server.run, stop)
-        host, _, port = addresses[0].removeprefix("http://").rpartition(":")
-        try:
-            yield host, int(port)
-        finally:
-            stop.set()
+    with trio.fail_after(DEADLINE):
+        async with trio.open_nursery() as nursery:
+            addresses = await nursery.start(server.run, stop)
+            host, _, port = addresses[0].removeprefix("http://").rpartition(":")
+            try:
+                yield host, int(port)
+            finally:
+                stop.set()
 
 
 async def read_replies(
