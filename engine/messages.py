@@ -1,12 +1,13 @@
 """What crosses the line between the server and the engine: frozen structs, one message a step each way.
 
-The server sends `Commands`, the engine answers `Ready` once and a `Step` after each step of its scheduler. The same
-structs serve the engine process (msgpack over a socketpair) and the inline engine (handed over as objects).
+The server sends `Commands`, the engine answers `Ready` once and a `Step` after each step of its scheduler.
+The same structs serve the engine process (msgpack over a socketpair) and the inline engine (handed over as
+objects).
 
-Vocabulary: a *sequence* is the engine's side of a conversation. The server keeps the ledger, all its tokens; what the
-engine holds of a sequence is always a prefix of that ledger plus what has been sampled since. So a sequence that is lost
-with a crashed engine is made again with `Open` and one `Extend` of the whole ledger, and sampling goes on where the
-ledger ends: noise depends on (seed, position, token) only.
+Vocabulary: a *sequence* is the engine's side of a conversation. The server keeps the ledger, all its tokens;
+what the engine holds of a sequence is always a prefix of that ledger plus what has been sampled since. So a
+sequence that is lost with a crashed engine is made again with `Open` and one `Extend` of the whole ledger,
+and sampling goes on where the ledger ends: noise depends on (seed, position, token) only.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     kv_memory: int = 1 << 30  # bytes for the block pool, all layers together
     block_size: int = 16  # tokens a block
     max_batch: int = 256  # sequences that decode together in one step
-    prefill_chunk: int = 512  # tokens of prompt a step: bounds how long a decoding sequence waits for a prefill
+    prefill_chunk: int = (
+        512  # tokens of prompt a step: bounds how long a decoding sequence waits for a prefill
+    )
     prefix_cache: bool = True  # finished full blocks stay findable by content while there is room
 
 
@@ -59,7 +62,8 @@ class Open(msgspec.Struct, frozen=True, tag="open"):
 class Extend(msgspec.Struct, frozen=True, tag="extend"):
     """Append tokens to a sequence and prefill them as soon as the schedule allows.
 
-    `sampled` marks tokens that the model itself once sampled (a ledger sent again after a crash): penalties count them.
+    `sampled` marks tokens that the model itself once sampled (a ledger sent again after a crash): penalties
+    count them.
     """
 
     sequence: int
@@ -70,8 +74,8 @@ class Extend(msgspec.Struct, frozen=True, tag="extend"):
 class Sample(msgspec.Struct, frozen=True, tag="sample"):
     """Sample from the end of the sequence until a stop token, `max_tokens`, or `Pause`.
 
-    `forced`: the tokens to "sample", one a step, instead of what the logits say; the leg stops (reason "stop") with the
-    last of them. All other work is done as ever.
+    `forced`: the tokens to "sample", one a step, instead of what the logits say; the leg stops (reason
+    "stop") with the last of them. All other work is done as ever.
     """
 
     sequence: int
@@ -82,7 +86,9 @@ class Sample(msgspec.Struct, frozen=True, tag="sample"):
 
 
 class Pause(msgspec.Struct, frozen=True, tag="pause"):
-    """Stop sampling before the next token; answered by `Stopped(reason="paused")` if the sequence was sampling."""
+    """Stop sampling before the next token; answered by `Stopped(reason="paused")` if the sequence was
+    sampling.
+    """
 
     sequence: int
 
@@ -95,7 +101,9 @@ class Truncate(msgspec.Struct, frozen=True, tag="truncate"):
 
 
 class Fork(msgspec.Struct, frozen=True, tag="fork"):
-    """Make `child` a copy of a sequence that is not sampling; full blocks are shared, the partial last one is copied."""
+    """Make `child` a copy of a sequence that is not sampling; full blocks are shared, the partial last one is
+    copied.
+    """
 
     sequence: int
     child: int
@@ -120,18 +128,22 @@ class Commands(msgspec.Struct, frozen=True, tag="commands"):
 
 
 class Began(msgspec.Struct, frozen=True, tag="began"):
-    """The first tokens of an extension entered a forward pass. `at`: seconds on CLOCK_MONOTONIC, shared by processes."""
+    """The first tokens of an extension entered a forward pass. `at`: seconds on CLOCK_MONOTONIC, shared by
+    processes.
+    """
 
     sequence: int
     at: float
 
 
 class Prefilled(msgspec.Struct, frozen=True, tag="prefilled"):
-    """Every token given so far is in KV, or will be with the first sampled one; comes once a leg, before its `Sampled`.
+    """Every token given so far is in KV, or will be with the first sampled one; comes once a leg, before its
+    `Sampled`.
 
-    prefilled: tokens that went through the model for this leg. reused: tokens whose KV was found by content (only the
-    first leg of a sequence, or of one made again, can have any). queue_seconds: from the `Sample` (or the first `Extend`
-    before it) to `Began`. prefill_seconds: time of the forward passes of this sequence's prefill.
+    prefilled: tokens that went through the model for this leg. reused: tokens whose KV was found by content
+    (only the first leg of a sequence, or of one made again, can have any). queue_seconds: from the `Sample`
+    (or the first `Extend` before it) to `Began`. prefill_seconds: time of the forward passes of this
+    sequence's prefill.
     """
 
     sequence: int
@@ -149,7 +161,9 @@ class Sampled(msgspec.Struct, frozen=True, tag="sampled"):
 
 
 class Stopped(msgspec.Struct, frozen=True, tag="stopped"):
-    """The leg is over; the sequence keeps its KV. A stop token is part of the sequence and was in a `Sampled`."""
+    """The leg is over; the sequence keeps its KV. A stop token is part of the sequence and was in a
+    `Sampled`.
+    """
 
     sequence: int
     reason: StopReason
@@ -217,7 +231,9 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
 
 
 class Unusable(msgspec.Struct, frozen=True, tag="unusable"):
-    """Instead of `Ready`: the model cannot be loaded, and why. The engine ends after it; starting again will not help."""
+    """Instead of `Ready`: the model cannot be loaded, and why. The engine ends after it; starting again will
+    not help.
+    """
 
     message: str
 

@@ -1,6 +1,7 @@
 """Their fault, as a value: what a client is told when its request cannot be done. Knows no sockets.
 
-Our own bugs are ordinary exceptions: they are logged with their traceback and reach the client as a plain `server_error`.
+Our own bugs are ordinary exceptions: they are logged with their traceback and reach the client as a plain
+`server_error`.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class RequestError(Exception):
 
 
 def context_too_long(tokens: int, limit: int) -> RequestError:
-    """The input does not fit the model's context. Both in tokens; `limit` leaves room for one sampled token."""
+    """The input does not fit the model's context. Both in tokens; `limit` leaves room for sampling."""
     return RequestError(
         f"The input is {tokens} tokens long and the context of this model takes {limit}.",
         code="context_length_exceeded",
@@ -46,5 +47,8 @@ def overloaded(message: str) -> RequestError:
 def server_error() -> RequestError:
     """Our bug, as the client sees it: no details, they are in the log."""
     return RequestError(
-        "The server had an error while processing this request.", status=500, type="server_error", code="server_error"
+        "The server had an error while processing this request.",
+        status=500,
+        type="server_error",
+        code="server_error",
     )

@@ -1,10 +1,10 @@
 """The Responses API as structs: items and client events in, the Response object and server events out.
 
-It knows field names and shapes, and nothing of what they lead to. Strategy: decode in two steps. `decode_client_event`
-finds the frame's `type`, then one msgspec decoder a type validates while it decodes, and its error path becomes `param`.
-Items are decoded one by one, because unknown *types* of item and tool are not errors (clients send many that no server
-knows) while a bad *field* of a known one is. Unknown keys are ignored. Going out, an event is a struct that is
-encoded at most once.
+It knows field names and shapes, and nothing of what they lead to. Strategy: decode in two steps.
+`decode_client_event` finds the frame's `type`, then one msgspec decoder a type validates while it decodes,
+and its error path becomes `param`. Items are decoded one by one, because unknown *types* of item and tool are
+not errors (clients send many that no server knows) while a bad *field* of a known one is. Unknown keys are
+ignored. Going out, an event is a struct that is encoded at most once.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from protocol.errors import RequestError
 
 STREAM_ID = re.compile(r"[A-Za-z0-9_.-]{1,256}")
 
-# ---- items ---------------------------------------------------------------------------------------------------------
+# ---- items
+# ---------------------------------------------------------------------------------------------------------
 
 
 class ContentPart(msgspec.Struct, omit_defaults=True):
@@ -103,7 +104,8 @@ _ITEM_TYPES = frozenset(
 )
 _ITEM = msgspec.json.Decoder(Item)
 
-# ---- tools ---------------------------------------------------------------------------------------------------------
+# ---- tools
+# ---------------------------------------------------------------------------------------------------------
 
 
 class FunctionTool(msgspec.Struct, tag="function"):
@@ -136,7 +138,8 @@ Tool: TypeAlias = FunctionTool | CustomTool | NamespaceTool
 _TOOL_TYPES = frozenset(struct.__struct_config__.tag for struct in (FunctionTool, CustomTool, NamespaceTool))
 _TOOL = msgspec.json.Decoder(Tool)
 
-# ---- client events -------------------------------------------------------------------------------------------------
+# ---- client events
+# -------------------------------------------------------------------------------------------------
 
 
 class StreamOptions(msgspec.Struct):
@@ -170,6 +173,7 @@ class Create(msgspec.Struct, tag="response.create", kw_only=True):
     store: bool | None = None
     background: bool | None = None
     conversation: Any = None
+    prompt: Any = None
     user: str | None = None
     include: list[str] | None = None
     reasoning: dict[str, Any] | None = None
@@ -235,15 +239,17 @@ class _Head(msgspec.Struct):
 
 _HEAD = msgspec.json.Decoder(_Head)
 _CLIENT_EVENTS: dict[str, msgspec.json.Decoder[ClientEvent]] = {
-    struct.__struct_config__.tag: msgspec.json.Decoder(struct)  # type: ignore[dict-item]
+    str(struct.__struct_config__.tag): msgspec.json.Decoder(struct)
     for struct in (Create, Append, Cancel, Steer, Inject, Processed)
 }
+_KEYS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 def decode_client_event(frame: str | bytes) -> ClientEvent:
     """One WebSocket text frame as a client event. An absent or null `stream_id` is the default lane (None).
 
-    Raises RequestError: not JSON, not an object, an unknown type, a bad `stream_id`, a bad field (with its path).
+    Raises RequestError: not JSON, not an object, an unknown type, a bad `stream_id`, a bad field (with its
+    path).
     """
     try:
         head = _HEAD.decode(frame)
@@ -254,18 +260,25 @@ def decode_client_event(frame: str | bytes) -> ClientEvent:
     if decoder is None:
         known = ", ".join(_CLIENT_EVENTS)
         raise RequestError(
-            f"Unknown event type {head.type!r}. Known types: {known}.", code="unknown_event_type", param="type"
+            f"Unknown event type {head.type!r}. Known types: {known}.",
+            code="unknown_event_type",
+            param="type",
         )
     if head.stream_id is not None and not (
         isinstance(head.stream_id, str) and STREAM_ID.fullmatch(head.stream_id)
     ):
         raise RequestError(
-            "The 'stream_id' field must be a non-empty string with at most 256 characters and may only contain letters, "
-            "numbers, underscores, hyphens, and periods.",
+            "The 'stream_id' field must be a non-empty string with at most 256 characters and may only "
+            "contain letters, numbers, underscores, hyphens, and periods.",
             code="invalid_stream_id",
             param="stream_id",
         )
     return _decode(decoder, frame, "")
+
+
+def unknown_fields(frame: str | bytes) -> list[str]:
+    """The top-level keys of a create that no field of ours takes."""
+    return sorted(_KEYS.decode(frame).keys() - {*Create.__struct_fields__, "type"})
 
 
 _T = TypeVar("_T")
@@ -304,7 +317,8 @@ _TEXT_PARTS = frozenset({"input_text", "output_text", "text", "refusal", "summar
 
 
 def parse_items(raw: str | list[msgspec.Raw] | None, ignored: list[str], param: str = "input") -> list[Item]:
-    """The items of an `input`; a string is one user message. Types that we do not know are listed in `ignored`.
+    """The items of an `input`; a string is one user message. Types that we do not know are listed in
+    `ignored`.
 
     Raises RequestError: a bad field, or content that is not text (images and files are refused, not dropped).
     """
@@ -372,6 +386,11 @@ def content_parts(item: Item) -> list[ContentPart]:
     return []
 
 
+def item_type(item: Item) -> str:
+    """The `type` of an item."""
+    return str(item.__struct_config__.tag)
+
+
 def item_text(item: Message | ToolOutput | Reasoning) -> str:
     """All the text of an item, its parts joined without a separator."""
     match item:
@@ -382,7 +401,8 @@ def item_text(item: Message | ToolOutput | Reasoning) -> str:
     return "".join(part.text or part.refusal or "" for part in content_parts(item))
 
 
-# ---- the Response object -------------------------------------------------------------------------------------------
+# ---- the Response object
+# -------------------------------------------------------------------------------------------
 
 
 class InputTokensDetails(msgspec.Struct):
@@ -464,12 +484,20 @@ class OutputCustomCall(msgspec.Struct, tag="custom_tool_call"):
 
 OutputItem: TypeAlias = OutputMessage | OutputReasoning | OutputFunctionCall | OutputCustomCall
 OutputCall: TypeAlias = OutputFunctionCall | OutputCustomCall
+OutputType: TypeAlias = Literal["function_call_output", "custom_tool_call_output"]
+Status: TypeAlias = Literal["in_progress", "completed", "failed", "incomplete"]
+
+OUTPUT_TYPES: dict[type[OutputCall], OutputType] = {
+    OutputFunctionCall: "function_call_output",
+    OutputCustomCall: "custom_tool_call_output",
+}
+"""The type of item that answers each kind of call."""
 
 
 class RequiredInput(msgspec.Struct):
     """One thing that a held run waits for."""
 
-    type: Literal["function_call_output", "custom_tool_call_output"]
+    type: OutputType
     call_id: str
     name: str
 
@@ -493,7 +521,7 @@ class Response(msgspec.Struct, kw_only=True):
     id: str
     object: Literal["response"] = "response"
     created_at: int
-    status: Literal["in_progress", "completed", "failed", "incomplete"]
+    status: Status
     model: str
     output: list[OutputItem]
     usage: Usage | None = None
@@ -524,7 +552,8 @@ class Response(msgspec.Struct, kw_only=True):
     work: dict[str, Any] | UnsetType = UNSET
 
 
-# ---- server events -------------------------------------------------------------------------------------------------
+# ---- server events
+# -------------------------------------------------------------------------------------------------
 
 
 class ServerEvent(msgspec.Struct, kw_only=True):
@@ -691,6 +720,11 @@ _ENCODER = msgspec.json.Encoder()
 def encode(event: ServerEvent) -> str:
     """One event as the text of a frame (or of an SSE `data:` line)."""
     return _ENCODER.encode(event).decode()
+
+
+def encode_any(frame: dict[str, Any]) -> str:
+    """A frame that belongs to no Response, as text."""
+    return _ENCODER.encode(frame).decode()
 
 
 def error_frame(error: RequestError, stream_id: str | None = None) -> str:

@@ -1,0 +1,303 @@
+"""The service: one engine, its models, and every run, whatever connection it came by.
+
+It knows requests and runs, and nothing of sockets. A run's task lives in this service's nursery. Admission is
+here: what a request may ask for, which model answers, how many runs a caller may keep.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections import Counter, OrderedDict
+from pathlib import Path
+from time import time
+from typing import Any, Literal, TypeAlias
+
+import structlog
+import trio
+
+from engine.handle import Engine, EngineUnavailable, ProcessEngine
+from engine.messages import EngineConfig
+from protocol import wire
+from protocol.access import Caller
+from protocol.dialects.load import DialectError, load_dialect
+from protocol.errors import RequestError, overloaded
+from protocol.metrics import Sections
+from protocol.models import Model, ScriptError, load_models, load_scripts
+from protocol.response import Run
+from protocol.settings import EMBEDDED_MODEL, Settings
+from protocol.state import Phase, RunState
+from protocol.work import Work
+
+Lifecycle: TypeAlias = Literal["chained", "held"]
+
+REMEMBERED_EVENT_IDS = 1024  # creates whose `event_id` is remembered: retries come within seconds
+
+log: structlog.stdlib.BoundLogger = structlog.get_logger("protocol.service")
+
+
+class Service:
+    """Everything behind the network edge. Make it, then `run` it once. The engine is a process of its own
+    unless another one is given. Raises ScriptError.
+    """
+
+    def __init__(self, settings: Settings, engine: Engine | None = None) -> None:
+        self.settings = settings
+        self.draining = False
+        self._engine = engine or ProcessEngine(engine_config(settings), threads=settings.threads)
+        self._scripts = load_scripts(settings.scripts)
+        self._models: dict[str, Model] = {}
+        self._unusable: str | None = None  # why there will be no model
+        self._runs: dict[str, Run] = {}  # those that have not ended
+        self._by_event_id: OrderedDict[tuple[str, str], Run] = OrderedDict()
+        self._nursery: trio.Nursery | None = None
+        self._run_ended = trio.Event()
+        self._ended: Counter[str] = Counter()
+        self._work = Work()  # of all runs that have ended
+
+    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Run the engine and every Response until cancelled. Reports started at once, before weights are
+        loaded.
+        """
+        async with trio.open_nursery() as nursery:
+            self._nursery = nursery
+            await nursery.start(self._engine.run)
+            nursery.start_soon(self._load_models)
+            task_status.started()
+            await trio.sleep_forever()
+
+    async def _load_models(self) -> None:
+        try:
+            await self._engine.wait_ready()
+            info = self._engine.info
+            dialect = await trio.to_thread.run_sync(load_dialect, Path(info.folder))
+            self._models = load_models(model_name(self.settings.model), info, dialect, self._scripts)
+        except (EngineUnavailable, DialectError, ScriptError) as error:
+            self._unusable = str(error)
+            log.error("model_unusable", reason=self._unusable)
+        else:
+            log.info("models_ready", models=list(self._models), dialect=dialect.name, runs_on=info.path)
+
+    # ---- runs
+    # ----------------------------------------------------------------------------------------------------
+
+    def create(
+        self, request: wire.Create, *, frame: str, caller: Caller, prototype: bool = False
+    ) -> tuple[Run, bool]:
+        """A run for this request, not started; and whether it is new (a repeated `event_id` finds the run it
+        made).
+
+        Raises RequestError when the request cannot be done at all; what only rendering can tell, the run says
+        itself.
+        """
+        if request.event_id is not None and (run := self._by_event_id.get((caller.name, request.event_id))):
+            return run, False
+        work = Work(bytes_in=len(frame))
+        with work.timed("validate"):
+            lifecycle = self._lifecycle(request, prototype)
+            self._check_admission(caller, lifecycle)
+            model = self._model(request)
+            check_supported(request)
+            items = wire.parse_items(request.input, work.ignored)
+            wire.parse_tools(request.tools, work.ignored)
+            work.ignored += wire.unknown_fields(frame)
+            work.items_validated = len(items)
+        request.input = None
+        if request.seed is None:
+            request.seed = secrets.randbits(63)
+        state = RunState(
+            id=f"resp_{secrets.token_hex(16)}",
+            owner=caller.name,
+            lifecycle=lifecycle,
+            prototype=prototype,
+            created_at=int(time()),
+            request=request,
+            input=items,
+            leg_work=work,
+        )
+        run = Run(
+            state,
+            model=model,
+            engine=self._engine,
+            hold_timeout=self.settings.hold_timeout,
+            heartbeat=self.settings.heartbeat,
+        )
+        self._runs[state.id] = run
+        if request.event_id is not None:
+            self._by_event_id[caller.name, request.event_id] = run
+            while len(self._by_event_id) > REMEMBERED_EVENT_IDS:
+                self._by_event_id.popitem(last=False)
+        log.info("response_created", response=state.id, model=model.id, lifecycle=lifecycle)
+        return run, True
+
+    def start(self, run: Run) -> None:
+        """Let a run go on its way, in a task that outlives whoever started it."""
+        assert self._nursery is not None
+        self._nursery.start_soon(self._see_through, run)
+
+    def forget(self, run: Run) -> None:
+        """A run that was created and will never be started."""
+        self._runs.pop(run.state.id, None)
+
+    async def _see_through(self, run: Run) -> None:
+        await run.run()
+        self._runs.pop(run.state.id, None)
+        ending = run.state.ending
+        assert ending is not None
+        self._ended[ending.reason or ending.status] += 1
+        self._work.add(run.state.work)
+        self._work.ignored.clear()
+        self._run_ended.set()
+
+    async def drain(self) -> None:
+        """Take no new runs, end those that are held, and wait for the legs that are going on. The caller has
+        the deadline.
+        """
+        self.draining = True
+        for run in self._runs.values():
+            run.close()
+        while self._runs:
+            self._run_ended = trio.Event()
+            await self._run_ended.wait()
+
+    # ---- admission
+    # -------------------------------------------------------------------------------------------------
+
+    def _lifecycle(self, request: wire.Create, prototype: bool) -> Lifecycle:
+        match request.lifecycle:
+            case None:
+                return "held" if prototype else self.settings.lifecycle
+            case "held":
+                return "held"
+            case "chained":
+                return "chained"
+        raise RequestError(
+            f"Unknown lifecycle {request.lifecycle!r}: it is 'held' or 'chained'.", param="lifecycle"
+        )
+
+    def _check_admission(self, caller: Caller, lifecycle: Lifecycle) -> None:
+        if self.draining:
+            raise overloaded("This server is shutting down.")
+        if lifecycle != "held":
+            return
+        kept = sum(
+            run.state.owner == caller.name and run.state.lifecycle == "held" for run in self._runs.values()
+        )
+        if kept >= self.settings.max_held:
+            raise RequestError(
+                f"You have {kept} held responses, this server's limit. End one, or please try again in 1s.",
+                status=429,
+                type="rate_limit_error",
+                code="rate_limit_exceeded",
+            )
+
+    def _model(self, request: wire.Create) -> Model:
+        if request.model is None:
+            raise RequestError(
+                "Missing required parameter: 'model'.", code="missing_required_parameter", param="model"
+            )
+        if not self._models:
+            raise overloaded(f"The model is not loaded: {self._unusable or self._engine.reason}.")
+        model = self._models.get(request.model)
+        if model is None:
+            raise RequestError(
+                f"The model '{request.model}' does not exist; there is {', '.join(self._models)}.",
+                status=404,
+                code="model_not_found",
+                param="model",
+            )
+        return model
+
+    # ---- what the edge asks
+    # ----------------------------------------------------------------------------------------
+
+    def models(self) -> list[dict[str, Any]]:
+        """The data of /v1/models; empty until the weights are loaded."""
+        return [model.describe() for model in self._models.values()]
+
+    def health(self) -> tuple[int, dict[str, Any]]:
+        """200 when Responses can be made; 503 with the reason otherwise."""
+        if self.draining:
+            return 503, {"status": "draining", "reason": "the server is shutting down"}
+        if self._unusable is not None:
+            return 503, {"status": "failed", "reason": self._unusable}
+        if self._engine.state != "ready" or not self._models:
+            status = "loading" if self._engine.state in ("starting", "ready") else self._engine.state
+            return 503, {"status": status, "reason": self._engine.reason}
+        return 200, {"status": "ok", "engine_restarts": self._engine.restarts}
+
+    def statistics(self) -> Sections:
+        """The sections of /metrics."""
+        handle = self._engine.statistics()
+        phases = Counter(run.state.phase.value for run in self._runs.values())
+        work = self._work.as_json()
+        times = work.pop("times_ms")
+        return {
+            "runs": {
+                "live": {phase.value: phases[phase.value] for phase in Phase if phase is not Phase.ENDED},
+                "ended_total": dict(self._ended),
+            },
+            "work": {
+                **{f"{name}_total": value for name, value in work.items() if isinstance(value, int)},
+                "seconds_total": {stage: ms / 1e3 for stage, ms in times.items()},
+            },
+            "engine": {
+                "up": float(handle.state == "ready"),
+                "restarts_total": handle.restarts,
+                "sequences_open": handle.sequences_open,
+                **{
+                    f"{name}_total" if name in ENGINE_COUNTERS else name: getattr(handle.engine, name)
+                    for name in handle.engine.__struct_fields__
+                },
+            },
+        }
+
+
+ENGINE_COUNTERS = frozenset({"steps", "tokens_prefilled", "tokens_reused", "tokens_sampled", "busy_seconds"})
+
+
+def engine_config(settings: Settings) -> EngineConfig:
+    """What the engine needs to know of a server's settings."""
+    return EngineConfig(
+        model=settings.model,
+        device=settings.device,
+        dtype=settings.dtype,
+        max_context=settings.max_context,
+        kv_memory=settings.kv_memory,
+    )
+
+
+def model_name(model: str) -> str:
+    """The id under which a model folder or hub id is offered."""
+    if model == str(EMBEDDED_MODEL):
+        return "fermata-embedded"
+    path = Path(model)
+    return path.resolve().name if path.is_dir() else model
+
+
+def check_supported(request: wire.Create) -> None:
+    """Refuse what this server knows and cannot do, where leaving it out would change the answer. Raises
+    RequestError.
+    """
+    if request.previous_response_id is not None:
+        raise RequestError(
+            f"Previous response with id '{request.previous_response_id}' not found.",
+            code="previous_response_not_found",
+            param="previous_response_id",
+        )
+    text_format = (request.text or {}).get("format") or {"type": "text"}
+    refused = {
+        "background": bool(request.background),
+        "conversation": request.conversation is not None,
+        "prompt": request.prompt is not None,
+        "top_logprobs": bool(request.top_logprobs),
+        "truncation": request.truncation == "auto",
+        "tool_choice": request.tool_choice not in (None, "auto", "none"),
+        "text.format": text_format != {"type": "text"},
+    }
+    for param, is_asked in refused.items():
+        if is_asked:
+            raise RequestError(
+                f"Unsupported parameter: '{param}' with this value is not supported by this server.",
+                code="unsupported_parameter",
+                param=param,
+            )

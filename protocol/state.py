@@ -1,0 +1,104 @@
+"""All that a run knows, as one value that can be written down; and the phases it goes through.
+
+It knows no tasks, sockets or engines: a `Run` acts, its `RunState` remembers. What is not in here is either
+derived (KV and parser state, from the ledger) or does not outlive a moment.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Literal
+
+import msgspec
+
+from protocol import wire
+from protocol.ledger import Ledger
+from protocol.work import Work
+
+
+class Phase(StrEnum):
+    """Where a run stands. Every move is in `MOVES`; any other is a bug."""
+
+    PREPARING = "preparing"  # the request is accepted; nothing was done with it
+    SAMPLING = "sampling"  # a leg is queued, prefilling or decoding
+    OWING = "owing"  # the leg made calls; the client has not been told yet
+    HELD = "held"  # the client was told; KV is kept until its results are in
+    FINISHING = "finishing"  # how it ends is known; nobody has been told yet
+    ENDED = "ended"  # the terminal event is in the log
+
+
+MOVES: dict[Phase, frozenset[Phase]] = {
+    Phase.PREPARING: frozenset({Phase.SAMPLING, Phase.FINISHING}),
+    Phase.SAMPLING: frozenset({Phase.SAMPLING, Phase.OWING, Phase.FINISHING}),
+    Phase.OWING: frozenset({Phase.HELD, Phase.FINISHING}),
+    Phase.HELD: frozenset({Phase.SAMPLING, Phase.FINISHING}),
+    Phase.FINISHING: frozenset({Phase.ENDED}),
+    Phase.ENDED: frozenset(),
+}
+
+
+class Ending(msgspec.Struct):
+    """How a run ends: `incomplete` with a reason, `failed` with an error, or `completed`."""
+
+    status: Literal["completed", "incomplete", "failed"]
+    reason: str | None = None
+    error: wire.ErrorDetail | None = None
+
+
+class RunState(msgspec.Struct, kw_only=True):
+    """One run, written down. `dump` and `load` are exact."""
+
+    id: str
+    owner: str  # name of the API key that made it
+    lifecycle: str
+    prototype: bool  # the client speaks the prototype's protocol and knows no late frames
+    created_at: int  # seconds since the epoch
+    request: wire.Create  # without its input
+    input: list[wire.Item]
+    phase: Phase = Phase.PREPARING
+    ledger: Ledger = msgspec.field(default_factory=Ledger)
+    leg_start: int = 0  # length of the ledger when this leg began to sample
+    turns: int = 0  # model turns in the conversation before this leg
+    output: list[wire.OutputItem] = []  # of all legs that are over
+    leg_output: int = 0  # index in `output` of the first item of the leg that ended last
+    owed: list[wire.RequiredInput] = []  # calls whose results are not in the ledger, in call order
+    arrived: dict[str, list[int]] = {}  # call id to tokens: results that wait for one before them
+    messages: list[list[int]] = []  # tokens of messages that go in after the results
+    event_ids: list[str] = []  # of the appends that were accepted
+    next_number: int = 0  # of events
+    work: Work = msgspec.field(default_factory=Work)  # of the legs that are over
+    leg_work: Work = msgspec.field(default_factory=Work)
+    leg_input: int = 0  # tokens in context when this leg began to sample
+    reused_at_start: int = 0  # tokens of the first leg whose KV was shared
+    reasoning_tokens: int = 0
+    leg_reasoning_tokens: int = 0
+    ended_unasked: bool = False  # it ended while it was the client's turn
+    ending: Ending | None = None
+
+    @property
+    def required(self) -> list[wire.RequiredInput]:
+        """What the client still has to send."""
+        return [each for each in self.owed if each.call_id not in self.arrived]
+
+    @property
+    def rendered(self) -> int:
+        """Tokens of the ledger that were rendered, not sampled."""
+        return len(self.ledger) - self.sampled
+
+    @property
+    def sampled(self) -> int:
+        """Tokens of the ledger that were sampled, by this run."""
+        begin, total = 0, 0
+        for span in self.ledger.spans:
+            total += (span.end - begin) if span.sampled else 0
+            begin = span.end
+        return total
+
+    def dump(self) -> bytes:
+        """This state as JSON."""
+        return msgspec.json.encode(self)
+
+    @classmethod
+    def load(cls, data: bytes) -> RunState:
+        """The state that was dumped. Raises msgspec.DecodeError if it is not one."""
+        return msgspec.json.decode(data, type=cls)

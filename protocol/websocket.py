@@ -1,0 +1,436 @@
+"""One WebSocket connection: lanes of runs, one reader, one writer. It knows client events and runs, not how
+either is made.
+
+Strategy. The reader never waits for work: it hands frames to a dispatcher through a short queue and refuses
+what does not fit. The writer is the only task that sends. It visits lanes that have something to read, in
+turn, one frame each, so a lane that streams does not starve another; and because it takes a frame from a
+run's log only when the socket took the one before, a client that is slow finds its deltas merged and costs
+nobody anything.
+
+A lane is one `stream_id`: its runs are strictly one after another. A run belongs to the lane that reads it,
+its owner; when the connection goes, the lane's runs are cancelled.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from time import perf_counter
+
+import structlog
+import trio
+
+from protocol import wire
+from protocol.access import Caller
+from protocol.errors import RequestError, server_error
+from protocol.log import Cursor, EventsExpired
+from protocol.response import Run, nothing_to_append_to
+from protocol.service import Service
+from protocol.socket import BinaryFrame, Socket, SocketClosed
+from protocol.state import Phase
+from protocol.work import Work
+
+MAX_LANES = 32  # named stream ids of one connection, as at the public service
+MAX_ACTIVE = 16  # responses of one connection that prepare or sample at once, as at the public service
+MAX_QUEUED = 32  # creates that wait on one connection
+FRAMES_AHEAD = 32  # frames read before the dispatcher has looked at them
+MAX_ERRORS = 64  # error frames that wait to be sent: a client that makes more and reads none is flooding
+
+log: structlog.stdlib.BoundLogger = structlog.get_logger("protocol.websocket")
+
+
+async def serve_connection(
+    socket: Socket, *, service: Service, caller: Caller, prototype: bool, connection_id: str
+) -> None:
+    """Serve until the socket is gone, then cancel the runs that it owned. `prototype`: the client knows only
+    part of the protocol (see `RunState.prototype`). Raises nothing for what a client does.
+    """
+    connection = Connection(socket, service, caller, prototype)
+    try:
+        await connection.serve()
+    except* SocketClosed as closed:
+        log.info("socket_closed", connection=connection_id, reason=str(closed.exceptions[0]))
+    finally:
+        connection.leave()
+
+
+class Lane:
+    """One `stream_id` of a connection. `name` is None for the default lane."""
+
+    def __init__(self, name: str | None) -> None:
+        self.name = name
+        self.waiting: deque[Run] = deque()
+        self.run: Run | None = None  # the last one that was started
+        self.is_ready = False  # stands in the connection's queue of lanes that can be read
+        self._reading: deque[tuple[Run, Cursor]] = deque()
+        self._suffix = "}" if name is None else f',"stream_id":"{name}"}}'
+
+    @property
+    def live_run(self) -> Run | None:
+        """The run that is going on or held, if there is one."""
+        return self.run if self.run is not None and self.run.state.phase is not Phase.ENDED else None
+
+    def read(self, run: Run, cursor: Cursor) -> None:
+        """Show this run after those that are being read."""
+        self._reading.append((run, cursor))
+
+    def take(self) -> tuple[Run, str] | None:
+        """The next frame of this lane, and whose it is. Raises EventsExpired, or _Unasked for an end nobody
+        may be told.
+        """
+        while self._reading:
+            run, cursor = self._reading[0]
+            frame = cursor.take()
+            if cursor.finished:
+                cursor.close()
+                self._reading.popleft()
+                if frame is not None and run.state.prototype and run.state.ended_unasked:
+                    raise _Unasked(run)
+            if frame is not None:
+                return run, frame[:-1] + self._suffix
+            if not cursor.finished:
+                break
+        return None
+
+    def runs(self) -> list[Run]:
+        """Every run that this lane started or will start and that has not ended."""
+        return [run for run in (self.live_run, *self.waiting) if run is not None]
+
+    def close(self) -> None:
+        """Nobody reads this lane any more."""
+        for _, cursor in self._reading:
+            cursor.close()
+        self._reading.clear()
+
+
+class _Unasked(Exception):
+    """A prototype's run ended between its legs: such a client would take the frame for the answer to its next
+    request.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+
+
+class Connection:
+    """One client's connection. `serve` it, then `leave`."""
+
+    def __init__(self, socket: Socket, service: Service, caller: Caller, prototype: bool) -> None:
+        self._socket = socket
+        self._service = service
+        self._caller = caller
+        self._prototype = prototype
+        self._lanes: dict[str | None, Lane] = {}
+        self._ready: deque[Lane] = deque()
+        self._errors: deque[str] = deque()
+        self._close: tuple[int, str] | None = None  # once everything is said
+        self._something_to_send = trio.Event()
+        self._expired = False
+
+    async def serve(self) -> None:
+        """Read, dispatch, write and ping, until the socket is closed by either side. Raises SocketClosed, in
+        a group.
+        """
+        send_frame, receive_frame = trio.open_memory_channel[tuple[str, float]](FRAMES_AHEAD)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._dispatch_all, receive_frame)
+            nursery.start_soon(self._write)
+            nursery.start_soon(self._ping)
+            nursery.start_soon(self._grow_old)
+            while True:
+                try:
+                    frame = await self._socket.recv()
+                except BinaryFrame:
+                    self._say(RequestError("Frames are JSON text, never binary.", code="invalid_json"), None)
+                    self._give_up((1003, "binary frames are not supported"))
+                    continue
+                try:
+                    send_frame.send_nowait((frame, perf_counter()))
+                except trio.WouldBlock:
+                    self._say(flooded(FRAMES_AHEAD), None)
+
+    def leave(self) -> None:
+        """Give up everything: runs that this connection owned are cancelled within a step."""
+        for lane in self._lanes.values():
+            lane.close()
+            for run in lane.runs():
+                if run.owner is lane:
+                    run.on_change = None
+                    run.interrupt("cancelled")
+                    if run in lane.waiting:
+                        self._service.forget(run)
+
+    # ---- what the client says
+    # ----------------------------------------------------------------------------------------
+
+    async def _dispatch_all(self, frames: trio.MemoryReceiveChannel[tuple[str, float]]) -> None:
+        async for frame, received in frames:
+            stream_id = None
+            try:
+                event = wire.decode_client_event(frame)
+                stream_id = getattr(event, "stream_id", None)
+                await self._dispatch(event, frame, received)
+            except RequestError as error:
+                self._say(error, stream_id)
+            except Exception:  # ours: one frame is answered with an error, everything else goes on
+                log.exception("dispatch_failed")
+                self._say(server_error(), stream_id)
+
+    async def _dispatch(self, event: wire.ClientEvent, frame: str, received: float) -> None:
+        match event:
+            case wire.Create():
+                self._create(event, frame, received)
+            case wire.Append():
+                await self._append(event, frame, received)
+            case wire.Cancel():
+                self._find(event.response_id).interrupt("cancelled")
+            case wire.Steer():
+                await self._steer(event)
+            case wire.Inject():
+                failure = {
+                    "code": "response_not_found",
+                    "message": "No response of this connection takes injections.",
+                }
+                self._say_failed(
+                    "response.inject.failed", failure, response_id=event.response_id, input=event.input
+                )
+            case wire.Processed():
+                pass
+
+    def _create(self, request: wire.Create, frame: str, received: float) -> None:
+        if self._expired:
+            raise connection_expired()
+        lane = self._lane(request.stream_id)
+        if sum(len(each.waiting) for each in self._lanes.values()) >= MAX_QUEUED:
+            raise flooded(MAX_QUEUED)
+        run, is_new = self._service.create(
+            request, frame=frame, caller=self._caller, prototype=self._prototype
+        )
+        if not is_new:
+            return self._show_again(lane, run)
+        run.state.leg_work.times_ms.transport += (perf_counter() - received) * 1e3
+        run.owner = lane
+        lane.waiting.append(run)
+        held = lane.live_run
+        if held is not None and held.state.phase is Phase.HELD:
+            held.interrupt("superseded")
+        self._start_waiting()
+        return None
+
+    def _show_again(self, lane: Lane, run: Run) -> None:
+        """A create that was sent twice: its run is shown from the start, unless this lane is showing it
+        already.
+        """
+        if run.owner is lane and run.state.phase is not Phase.ENDED:
+            return
+        run.owner = lane
+        run.on_change = self._start_waiting
+        if lane.live_run is None:
+            lane.run = run
+        lane.read(run, run.log.cursor(on_ready=lambda: self._mark_ready(lane)))
+
+    async def _append(self, event: wire.Append, frame: str, received: float) -> None:
+        try:
+            run = self._addressee(event)
+            ignored: list[str] = []
+            items = wire.parse_items(event.input, ignored)
+            work = Work(bytes_in=len(frame), ignored=ignored)
+            work.times_ms.transport = (perf_counter() - received) * 1e3
+            await run.append(items, event_id=event.event_id, work=work)
+        except RequestError as error:
+            if self._prototype and error.code == "previous_response_not_found":
+                # These clients give up at a 400, and start over with a full create at a 500.
+                error = RequestError(error.message, status=500, type="server_error", code=error.code)
+            raise error
+
+    def _addressee(self, event: wire.Append) -> Run:
+        """The run that an append is for: by its id, else the one of its lane. Raises RequestError."""
+        if event.response_id is not None:
+            try:
+                run = self._find(event.response_id)
+            except RequestError:
+                raise nothing_to_append_to(event.response_id) from None
+        else:
+            lane = self._lanes.get(event.stream_id)
+            found = lane.live_run if lane is not None else None
+            if found is None:
+                raise nothing_to_append_to(None)
+            run = found
+        if run.state.lifecycle != "held":
+            raise nothing_to_append_to(event.response_id)
+        return run
+
+    async def _steer(self, event: wire.Steer) -> None:
+        about = {"previous_response_id": event.previous_response_id, "input": event.input}
+        try:
+            run = self._find(event.previous_response_id)
+        except RequestError as error:
+            return self._say_failed(
+                "response.steer.failed", {"code": error.code, "message": error.message}, steer=about
+            )
+        if run.state.lifecycle != "held":
+            failure = {
+                "code": "steering_not_supported",
+                "message": "Only held responses can be steered here.",
+            }
+            return self._say_failed("response.steer.failed", failure, steer=about)
+        try:
+            items = wire.parse_items(event.input, [])
+            await run.steer(items)
+        except RequestError as error:
+            failure = {"code": "invalid_input", "message": error.message}
+            self._say_failed("response.steer.failed", failure, steer=about)
+        return None
+
+    def _find(self, response_id: str) -> Run:
+        """A run of this connection that has not ended. Raises RequestError."""
+        for lane in self._lanes.values():
+            for run in lane.runs():
+                if run.state.id == response_id:
+                    return run
+        raise RequestError(
+            f"Response {response_id!r} is not going on, on this connection.",
+            code="response_not_found",
+            param="response_id",
+        )
+
+    def _lane(self, stream_id: str | None) -> Lane:
+        lane = self._lanes.get(stream_id)
+        if lane is None:
+            if stream_id is not None and len(self._lanes.keys() - {None}) >= MAX_LANES:
+                raise RequestError(
+                    "This WebSocket connection has reached its maximum number of distinct stream IDs "
+                    f"({MAX_LANES}). Reuse an existing stream_id or open a new WebSocket connection.",
+                    code="websocket_stream_limit_reached",
+                    param="stream_id",
+                )
+            lane = self._lanes[stream_id] = Lane(stream_id)
+        return lane
+
+    def _start_waiting(self) -> None:
+        """Start what can be started: the next run of every lane that is free, up to MAX_ACTIVE at work."""
+        working = (Phase.PREPARING, Phase.SAMPLING)
+        runs = [lane.live_run for lane in self._lanes.values()]
+        active = sum(run is not None and run.state.phase in working for run in runs)
+        for lane in self._lanes.values():
+            if lane.waiting and lane.live_run is None and active < MAX_ACTIVE:
+                active += 1
+                self._start(lane, lane.waiting.popleft())
+        if self._expired:
+            self._close_when_idle()
+
+    def _start(self, lane: Lane, run: Run) -> None:
+        lane.run = run
+        run.on_change = self._start_waiting
+        lane.read(run, run.log.cursor(on_ready=lambda: self._mark_ready(lane)))
+        self._service.start(run)
+
+    # ---- what the client is told
+    # -------------------------------------------------------------------------------------
+
+    def _mark_ready(self, lane: Lane) -> None:
+        if not lane.is_ready:
+            lane.is_ready = True
+            self._ready.append(lane)
+            self._something_to_send.set()
+
+    def _say(self, error: RequestError, stream_id: str | None) -> None:
+        log.info("request_refused", code=error.code, param=error.param, message=error.message)
+        self._say_frame(wire.error_frame(error, stream_id))
+
+    def _say_failed(self, type: str, error: dict[str, str], **about: object) -> None:
+        """The answer to a steer or an inject that came to nothing; it gives back what was sent."""
+        error = {"type": "invalid_request_error", **error}
+        self._say_frame(wire.encode_any({"type": type, "sequence_number": 0, "error": error, **about}))
+
+    def _say_frame(self, frame: str) -> None:
+        self._errors.append(frame)
+        self._something_to_send.set()
+        if len(self._errors) > MAX_ERRORS:
+            self._give_up((1008, "too many errors, none of them read"))
+
+    def _close_after(self, close: tuple[int, str]) -> None:
+        """Close once everything that can be said now is said."""
+        self._close = self._close or close
+        self._something_to_send.set()
+
+    def _give_up(self, close: tuple[int, str]) -> None:
+        """Close as soon as the errors are said; nothing else will be."""
+        for lane in self._lanes.values():
+            lane.close()
+        self._close_after(close)
+
+    async def _write(self) -> None:
+        """The only task that sends. Waits for something to send without a deadline; each send has the
+        socket's.
+        """
+        while True:
+            await self._something_to_send.wait()
+            self._something_to_send = trio.Event()
+            while self._errors or self._ready:
+                if self._errors:
+                    await self._socket.send(self._errors.popleft())
+                if self._ready:
+                    await self._write_from(self._ready.popleft())
+            if self._close is not None:
+                await self._socket.aclose(*self._close)
+                return
+
+    async def _write_from(self, lane: Lane) -> None:
+        lane.is_ready = False
+        try:
+            taken = lane.take()
+        except EventsExpired:
+            return self._give_up((1008, "the connection is too far behind"))
+        except _Unasked as unasked:
+            self._mark_ready(lane)
+            ending = unasked.run.state.ending
+            if ending is None or ending.reason != "superseded":
+                self._close_after((1000, "the response ended"))
+            return None
+        if taken is None:
+            return None
+        run, frame = taken
+        self._mark_ready(lane)
+        begin = perf_counter()
+        await self._socket.send(frame)
+        run.state.leg_work.times_ms.transport += (perf_counter() - begin) * 1e3
+        return None
+
+    async def _ping(self) -> None:
+        """Find out about peers that went without a word."""
+        settings = self._service.settings
+        while True:
+            await trio.sleep(settings.ping_interval)
+            await self._socket.ping(settings.ping_timeout)
+
+    async def _grow_old(self) -> None:
+        """After its lifetime a connection takes no creates; it is closed when its runs have ended, never in
+        the middle.
+        """
+        await trio.sleep(self._service.settings.connection_lifetime)
+        self._expired = True
+        self._close_when_idle()
+
+    def _close_when_idle(self) -> None:
+        if self._close is None and not any(lane.runs() for lane in self._lanes.values()):
+            self._say(connection_expired(), None)
+            self._close_after((1001, "connection limit reached"))
+
+
+def flooded(limit: int) -> RequestError:
+    """More at once than one connection may have."""
+    return RequestError(
+        f"This connection has {limit} requests waiting, its limit; please try again in 1s.",
+        status=429,
+        type="rate_limit_error",
+        code="rate_limit_exceeded",
+    )
+
+
+def connection_expired() -> RequestError:
+    """The connection is older than connections get."""
+    return RequestError(
+        "Responses websocket connection limit reached (60 minutes). "
+        "Create a new websocket connection to continue.",
+        code="websocket_connection_limit_reached",
+    )
