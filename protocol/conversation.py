@@ -9,6 +9,7 @@ are thus one path.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from time import monotonic
 
 import msgspec
 
@@ -33,6 +34,7 @@ class Conversation:
     def __init__(self, ledger: Ledger, engine: Engine, namespace: str) -> None:
         self.ledger = ledger
         self.restarts = 0  # times that its sequence was lost and made again
+        self.handed_over = monotonic()  # when tokens were last given to the engine, on its clock
         self._engine = engine
         self._namespace = namespace
         self._sequence: EngineSequence | None = None
@@ -107,6 +109,7 @@ class Conversation:
         return self._sequence
 
     def _send(self, sequence: EngineSequence) -> None:
+        self.handed_over = monotonic()
         for tokens, sampled in self.ledger.since(self._sent):
             sequence.extend(tokens, sampled=sampled)
         self._sent = len(self.ledger)

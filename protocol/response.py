@@ -417,8 +417,9 @@ class Run:
                         self._write(parser.finish())
                         self._show(self._filters.flush())
                         return reason
-                    case Began():
-                        pass
+                    case Began(at=at):
+                        waited = at - self._conversation.handed_over  # below 0: results placed earlier
+                        work.times_ms.queue += max(0.0, waited) * 1e3
 
     async def _engine_events(self) -> list[Event]:
         """What the engine has to say. While it says nothing, and nothing else was logged, heartbeats are."""
@@ -431,7 +432,6 @@ class Run:
         state, work = self.state, self.state.leg_work
         work.tokens_prefilled += event.prefilled
         work.tokens_reused += max(0, state.leg_input - event.prefilled)
-        work.times_ms.queue += event.queue_seconds * 1e3
         work.times_ms.prefill += event.prefill_seconds * 1e3
         if state.work.legs == 0:  # the first leg is not over
             state.reused_at_start = event.reused
