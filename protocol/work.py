@@ -20,7 +20,8 @@ class Times(msgspec.Struct):
 
     transport: decoding frames that came in and writing those that go out. queue: from the end of tokenising
     to the first forward pass with the new tokens. prefill and decode: the engine's. waiting: held, until the
-    client's results were in.
+    client's results were in. first_step spans several of these: from the frame that completed a leg's input
+    to the first forward pass with it.
     """
 
     transport: float = 0.0
@@ -34,6 +35,7 @@ class Times(msgspec.Struct):
     safety_out: float = 0.0
     post: float = 0.0
     waiting: float = 0.0
+    first_step: float = 0.0
 
 
 class Work(msgspec.Struct):
