@@ -17,7 +17,7 @@ import secrets
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
-from time import perf_counter
+from time import monotonic, perf_counter
 from typing import TYPE_CHECKING
 
 import structlog
@@ -70,6 +70,7 @@ class Run:
         self.state = state
         self.log = EventLog(next_number=state.next_number)
         self.on_change: Callable[[], None] | None = None
+        self.received = monotonic()  # when the last input came
         self.owner: object = None  # whose going ends the run, if it is not held for another
         self._model = model
         self._dialect = model.dialect
@@ -207,15 +208,17 @@ class Run:
         items: Sequence[wire.Item],
         *,
         work: Work,
+        received: float,
         event_id: str | None = None,
         acknowledge: Callable[[], None] | None = None,
     ) -> None:
         """Take results and messages from the client, all or nothing.
 
-        `work` has what it cost to receive them. An accepted append is answered in the log: by
-        `response.in_progress` (or by what `acknowledge` logs) and, while results are still missing, by a
-        `response.done` that says which. Waits only for `prepare`, other appends and the tokenising of long
-        texts; cancelled there, nothing was applied. Raises RequestError; the run is then untouched.
+        `work` has what it cost to receive them, `received` when they came (on `time.monotonic`). An accepted
+        append is answered in the log: by `response.in_progress` (or by what `acknowledge` logs) and, while
+        results are still missing, by a `response.done` that says which. Waits only for `prepare`, other
+        appends and the tokenising of long texts; cancelled there, nothing was applied. Raises RequestError;
+        the run is then untouched.
         """
         state = self.state
         await self._prepared.wait()
@@ -236,6 +239,7 @@ class Run:
                 + len(message_tokens)
             )
             # From here on nothing can fail and nothing waits.
+            self.received = received
             state.leg_work.add(work)
             state.arrived.update(tokens)
             if message_tokens:
@@ -252,7 +256,12 @@ class Run:
         if not items or not all(isinstance(item, wire.Message) and item.role == "user" for item in items):
             raise RequestError("Steering takes messages of the user, at least one.", param="input")
         steer = wire.SteerRef(previous_response_id=self.state.id, id=f"steer_{secrets.token_hex(16)}")
-        await self.append(items, work=Work(), acknowledge=lambda: self._emit(wire.SteerAccepted(steer=steer)))
+        await self.append(
+            items,
+            work=Work(),
+            received=monotonic(),
+            acknowledge=lambda: self._emit(wire.SteerAccepted(steer=steer)),
+        )
 
     def close(self) -> None:
         """The server shuts down: the leg that is going on may end, but no other begins. Never waits."""
@@ -418,8 +427,10 @@ class Run:
                         self._show(self._filters.flush())
                         return reason
                     case Began(at=at):
-                        waited = at - self._conversation.handed_over  # below 0: results placed earlier
-                        work.times_ms.queue += max(0.0, waited) * 1e3
+                        waited = at - self._conversation.handed_over
+                        if waited > 0:  # else these are results that were placed while others were awaited
+                            work.times_ms.queue += waited * 1e3
+                            work.times_ms.first_step += (at - self.received) * 1e3
 
     async def _engine_events(self) -> list[Event]:
         """What the engine has to say. While it says nothing, and nothing else was logged, heartbeats are."""

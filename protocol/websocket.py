@@ -14,7 +14,7 @@ its owner; when the connection goes, the lane's runs are cancelled.
 from __future__ import annotations
 
 from collections import deque
-from time import perf_counter
+from time import monotonic
 
 import structlog
 import trio
@@ -144,7 +144,7 @@ class Connection:
                     self._give_up((1003, "binary frames are not supported"))
                     continue
                 try:
-                    send_frame.send_nowait((frame, perf_counter()))
+                    send_frame.send_nowait((frame, monotonic()))
                 except trio.WouldBlock:
                     self._say(flooded(FRAMES_AHEAD), None)
 
@@ -207,7 +207,8 @@ class Connection:
         )
         if not is_new:
             return self._show_again(lane, run)
-        run.state.leg_work.times_ms.transport += (perf_counter() - received) * 1e3
+        run.state.leg_work.times_ms.transport += (monotonic() - received) * 1e3
+        run.received = received
         run.owner = lane
         lane.waiting.append(run)
         held = lane.live_run
@@ -234,8 +235,8 @@ class Connection:
             ignored: list[str] = []
             items = wire.parse_items(event.input, ignored)
             work = Work(bytes_in=len(frame), ignored=ignored)
-            work.times_ms.transport = (perf_counter() - received) * 1e3
-            await run.append(items, event_id=event.event_id, work=work)
+            work.times_ms.transport = (monotonic() - received) * 1e3
+            await run.append(items, event_id=event.event_id, work=work, received=received)
         except RequestError as error:
             if self._prototype and error.code == "previous_response_not_found":
                 # These clients give up at a 400, and start over with a full create at a 500.
@@ -391,9 +392,9 @@ class Connection:
             return None
         run, frame = taken
         self._mark_ready(lane)
-        begin = perf_counter()
+        begin = monotonic()
         await self._socket.send(frame)
-        run.state.leg_work.times_ms.transport += (perf_counter() - begin) * 1e3
+        run.state.leg_work.times_ms.transport += (monotonic() - begin) * 1e3
         return None
 
     async def _ping(self) -> None:
