@@ -150,27 +150,40 @@ async def open_socket(
     wire = _Wire(stream, key, early, message_limit=settings.max_message)
     try:
         async with trio.open_nursery() as nursery:
-            with trio.move_on_after(HANDSHAKE_TIMEOUT) as scope:
-                request = await trio_websocket.wrap_server_stream(
-                    nursery,
-                    wire,
-                    message_queue_size=MESSAGE_QUEUE,
-                    max_message_size=settings.max_message,
-                    receive_buffer_size=READ_SIZE,
-                )
-                try:
-                    connection = await request.accept()
-                except trio_websocket.ConnectionClosed:
-                    raise trio.BrokenResourceError("the peer left during the handshake") from None
-            if scope.cancelled_caught:
-                raise trio.BrokenResourceError(
-                    f"the peer did not take the handshake in {HANDSHAKE_TIMEOUT:g} s"
-                )
-            wire.is_accepted.set()
-            yield Socket(connection, wire, settings.send_timeout)
-            nursery.cancel_scope.cancel()  # the library's reader
+            connection, reader_scope = await nursery.start(_read, wire, settings.max_message)
+            try:
+                yield Socket(connection, wire, settings.send_timeout)
+            finally:
+                reader_scope.cancel()
     except* LocalProtocolError:
         pass  # the reader answered a ping after our close frame: the socket is closed, as was wanted
+
+
+async def _read(
+    wire: _Wire, max_message: int, *, task_status: trio.TaskStatus[tuple[Any, trio.CancelScope]]
+) -> None:
+    """Shake hands, then be the library's reader, shielded until the scope that is reported is cancelled.
+
+    So a socket whose handler is cancelled can still be closed properly: the peer's close frame is read here.
+    """
+    async with trio.open_nursery() as nursery:
+        nursery.cancel_scope.shield = True
+        with trio.move_on_after(HANDSHAKE_TIMEOUT) as scope:
+            request = await trio_websocket.wrap_server_stream(
+                nursery,
+                wire,
+                message_queue_size=MESSAGE_QUEUE,
+                max_message_size=max_message,
+                receive_buffer_size=READ_SIZE,
+            )
+            try:
+                connection = await request.accept()
+            except trio_websocket.ConnectionClosed:
+                raise trio.BrokenResourceError("the peer left during the handshake") from None
+        if scope.cancelled_caught:
+            raise trio.BrokenResourceError(f"the peer did not take the handshake in {HANDSHAKE_TIMEOUT:g} s")
+        wire.is_accepted.set()
+        task_status.started((connection, nursery.cancel_scope))
 
 
 class _Wire(trio.abc.Stream):
