@@ -1,10 +1,9 @@
-"""Reads one sampled turn: message text, reasoning, calls in Hermes form, custom calls. Incremental, and it
-never raises.
+"""Reads one sampled turn: message text, reasoning, calls in Hermes form, custom calls. It never raises.
 
 It knows marks (control tokens with a meaning), JSON's outline and the names of the tools; nothing of
 templates or items.
 
-Strategy: a state machine. `_MEANING` lists which mark means something in which state; in every other case a
+Strategy: a state machine. `_meaning` lists which mark means something in which state; in every other case a
 control token is spelled out where it stands (inside free text it is content), or ends a call that cannot go
 on with it. Nothing that was sampled is lost: what looked like a call and was not is given as message text,
 mark included.
@@ -35,11 +34,12 @@ from protocol.dialects.base import (
     ReasoningDelta,
     TextDelta,
 )
+from protocol.dialects.scanners import ObjectScanner, Trimmed, is_json_object
 from protocol.dialects.tokens import Detokenizer, Tokens
 
 MAX_NAME = 128  # characters of a tool's name; a longer one is no name
 MAX_HEADER = (
-    256  # characters before the arguments of a call that can be streamed: a name, JSON's marks, white space
+    256  # characters before the arguments of a call that is streamed: name, JSON's marks, white space
 )
 
 _HEADER = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"\\]*)"\s*,\s*"arguments"\s*:\s*(?=\{)')
@@ -71,84 +71,12 @@ class State(enum.Enum):
     OVER = enum.auto()
 
 
-class Trimmed:
-    """Free text between marks, without the newline that the template writes next to a mark, and without blank
-    texts.
-    """
-
-    def __init__(self, *, after_mark: bool = False, keep_blank: bool = False) -> None:
-        self._after_mark = after_mark
-        self._begun = keep_blank
-        self._held = ""
-
-    def feed(self, text: str) -> str:
-        """What of the text so far is now certain to be text."""
-        text = self._held + text
-        if not self._begun:
-            if not text or text.isspace():
-                self._held = text
-                return ""
-            self._begun = True
-            if self._after_mark:
-                text = text.removeprefix("\n")
-        self._held = "\n" if text.endswith("\n") else ""
-        return text.removesuffix("\n")
-
-    def end(self) -> str:
-        """What still waited, if the text ends with no mark after it."""
-        return self._held if self._begun else ""
-
-
-class ObjectScanner:
-    """Finds where a JSON object ends. It looks at brackets and strings only, and at each character once."""
-
-    _OUTSIDE = re.compile(r'["{}\[\]]')
-    _INSIDE = re.compile(r'["\\]')
-
-    def __init__(self) -> None:
-        self.in_string = False
-        self._escaped = False
-        self._depth = 0
-
-    def feed(self, text: str) -> int | None:
-        """The index in `text` just after the object's last bracket, None if it goes on."""
-        position = 0
-        if self._escaped and text:
-            self._escaped = False
-            position = 1
-        while found := (self._INSIDE if self.in_string else self._OUTSIDE).search(text, position):
-            position = found.end()
-            match found[0]:
-                case '"':
-                    self.in_string = not self.in_string
-                case "\\":
-                    self._escaped = position == len(text)
-                    position += 1
-                case "{" | "[":
-                    self._depth += 1
-                case _:
-                    self._depth -= 1
-                    if self._depth == 0:
-                        return position
-        return None
-
-
 class _WholeCall(msgspec.Struct):
     name: str
     arguments: msgspec.Raw
 
 
 _WHOLE_CALL = msgspec.json.Decoder(_WholeCall)
-_ANY_OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
-
-
-def is_json_object(text: str) -> bool:
-    """Whether the text is one valid JSON object."""
-    try:
-        _ANY_OBJECT.decode(text)
-    except (msgspec.DecodeError, UnicodeError, RecursionError):
-        return False
-    return True
 
 
 class TurnParser:
@@ -168,9 +96,7 @@ class TurnParser:
         self._customs = customs
         self._state = State.MESSAGE
         self._out: list[Parsed] = []
-        self._prose = (
-            Trimmed()
-        )  # the message or reasoning that is open, or was open before a call that has not started
+        self._prose = Trimmed()  # the message or reasoning; stays while a call has not started for certain
         self._refused_close: int | None = None  # closes a call that is being given as text: content, once
         self._raw: list[str] = []  # of the call that is open, from its mark to its arguments or input
         self._raw_length = 0

@@ -1,11 +1,10 @@
-"""The proof that a dialect writes what its family writes. Run once, at load; a dialect that fails it is not
-used.
+"""The proof that a dialect writes what its family writes. Run once, at load; what fails it is not used.
 
 It knows items and chat messages, the dialect's methods and the template. Strategy: probe conversations in
 which every kind of item follows every other, behind every kind of opening, and texts that are hard in some
-way. For each beginning of each conversation, the dialect's fragments spelled out must be the template's
-rendering, and their ids the ids that the family's tokenizer gives for it. Since every beginning is compared,
-each item adds exactly its fragment. Then, for every control token: its spelling inside any text stays text.
+way. The dialect's fragments spelled out must be the template's rendering, and their ids the ids that the
+family's tokenizer gives for it. Each conversation's beginning is a conversation here too, so each item is
+seen to add exactly its fragment. Then, for every control token: its spelling inside a text stays text.
 """
 
 from __future__ import annotations
@@ -56,54 +55,57 @@ _CUSTOM_CALL = CustomToolCall("c", "patch", "*** one\n two\n")
 
 def prove(dialect: Dialect, template: ChatTemplate, tokens: Tokens) -> None:
     """Raises DialectError with the first difference found."""
-    for instructions, with_tools in product((None, "Be short.\n"), (False, True)):
-        tools = _TOOLS if with_tools else []
+    conversations = list(_conversations())
+    for instructions, tools in product((None, "Be short.\n"), ([], _TOOLS)):
         opening = dialect.opening(instructions, tools)
         head: list[ChatMessage] = [{"role": "system", "content": instructions}] if instructions else []
-        for conversation in _conversations():
-            messages, fragment = [*head], [*opening]
-            for items in conversation:
-                messages += chat_messages(items)
-                fragment += dialect.items(items)
-                _compare(tokens, fragment, template.render(messages, chat_tools(tools)), items)
-            rendered = template.render(messages, chat_tools(tools), add_generation_prompt=True)
-            _compare(tokens, fragment + dialect.turn_start(), rendered, ["the start of a turn"])
+        for items in conversations:
+            messages = head + chat_messages(items)
+            rendered = template.render(messages, chat_tools(tools))
+            _compare(tokens, opening + dialect.items(items), rendered, items[-1])
+        rendered = template.render(messages, chat_tools(tools), add_generation_prompt=True)
+        _compare(
+            tokens, opening + dialect.items(items) + dialect.turn_start(), rendered, "the start of a turn"
+        )
     _prove_turn(dialect, tokens)
     for spelling in tokens.control:
         _prove_literal(dialect, tokens, spelling)
 
 
-def _conversations() -> Iterator[list[list[Item]]]:
-    """Conversations, each a list of lists of items that make one message."""
-    hello: list[Item] = [Message("user", "Hi")]
+def _conversations() -> Iterator[list[Item]]:
+    """Conversations that begin with a user's message; each one's beginning is a conversation here too."""
+    hello = Message("user", "Hi")
+    thought = Reasoning(content=[ContentPart("reasoning_text", "First,\n\nread it. ")])
     kinds: list[list[Item]] = [
         [Message("user", "And now?")],
         [Message("developer", "Mind the gap.")],
         [Message("assistant", "I see.\n")],
         [_CALL],
-        [
-            Reasoning(content=[ContentPart("reasoning_text", "First,\n\nread it. ")]),
-            Message("assistant", "Well,"),
-            _CALL,
-        ],
+        [thought, Message("assistant", "Well,"), _CALL],
         [Message("assistant", "Two"), _CALL, _CUSTOM_CALL],
         [FunctionCallOutput("c", "a\nb\n")],
         [CustomToolCallOutput("c", "done")],
     ]
-    for first, second in product(kinds, repeat=2):
-        yield [hello, first, second]
+    yield [hello]
+    for first in kinds:
+        yield [hello, *first]
+        yield from ([hello, *first, *second] for second in kinds if not _is_one_turn(first[-1], second[0]))
     for text in _TEXTS:
-        message: list[Item] = [Message("assistant", text)]
-        yield [
-            [Message("user", text)],
-            [Message("system", text)],
-            [*message, _CALL],
-            [FunctionCallOutput("c", text)],
-        ]
-        yield [hello, message, [CustomToolCall("c", "patch", text)], [FunctionCall("c", "read_file", text)]]
+        yield [hello, Message("user", text)]
+        yield [hello, Message("system", text)]
+        yield [hello, Message("assistant", text)]
+        yield [hello, Message("assistant", text), _CALL]
+        yield [hello, CustomToolCall("c", "patch", text)]
+        yield [hello, FunctionCall("c", "read_file", text)]
+        yield [hello, FunctionCallOutput("c", text)]
 
 
-def _compare(tokens: Tokens, fragment: Fragment, rendered: str, what: Sequence[object]) -> None:
+def _is_one_turn(first: Item, second: Item) -> bool:
+    """Both are the assistant's: a chat message has no place for them in this order."""
+    return len(chat_messages([first, second])) == 1
+
+
+def _compare(tokens: Tokens, fragment: Fragment, rendered: str, what: object) -> None:
     if tokens.spell(fragment) != rendered:
         raise DialectError(
             f"the chat template does not write {what!r} after a history as it does after another"

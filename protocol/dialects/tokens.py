@@ -43,7 +43,7 @@ class Tokens:
         try:
             description: dict[str, Any] = json.loads(tokenizer_json)
             self._family = Tokenizer.from_str(tokenizer_json)
-        except Exception as error:
+        except Exception as error:  # tokenizers raises nothing narrower
             raise DialectError(f"the tokenizer cannot be read: {error}") from error
         if description["model"]["type"] != "BPE" or not _is_byte_level(description.get("decoder")):
             raise DialectError("the tokenizer is not a byte-level BPE; no other kind is supported")
@@ -149,7 +149,7 @@ def _without_control_tokens(description: dict[str, Any], control: dict[str, int]
     }
     try:
         return Tokenizer.from_str(json.dumps(plain))
-    except Exception as error:
+    except Exception as error:  # tokenizers raises nothing narrower
         raise DialectError(f"control tokens are part of the tokenizer's merges: {error}") from error
 
 
