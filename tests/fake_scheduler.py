@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -44,7 +45,7 @@ from engine.messages import (
 )
 
 VOCABULARY = 1024  # the embedded model has as many, so its tokens can be forced
-FATAL_TOKEN = 1023
+RAISE, HANG, CLOSE_ALL_AND_HANG, IGNORE_SIGTERM = range(1020, 1024)  # see FaultyScheduler
 KV_BYTES_PER_TOKEN = 1024
 DEFAULT_MAX_CONTEXT = 131072
 
@@ -273,12 +274,20 @@ def make_unusable(config: EngineConfig) -> FakeScheduler:
 
 
 class FaultyScheduler(FakeScheduler):
-    """Raises in the step that samples `FATAL_TOKEN`."""
+    """Goes wrong in the step that samples one of the tokens below; force them."""
 
     def step(self) -> Step:
         step = super().step()
-        if any(isinstance(event, Sampled) and FATAL_TOKEN in event.tokens for event in step.events):
+        sampled = {token for event in step.events if isinstance(event, Sampled) for token in event.tokens}
+        if IGNORE_SIGTERM in sampled:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if RAISE in sampled:
             raise RuntimeError("the fatal token was sampled")
+        if CLOSE_ALL_AND_HANG in sampled:
+            os.closerange(3, 1024)
+        if sampled & {HANG, CLOSE_ALL_AND_HANG}:
+            while True:
+                signal.pause()
         return step
 
 

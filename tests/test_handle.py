@@ -7,6 +7,7 @@ computed from the fake's rule, so each comparison is exact.
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import socket
@@ -23,7 +24,7 @@ import trio.testing
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine import frames
+from engine import frames, handle
 from engine.handle import (
     Engine,
     EngineSequence,
@@ -37,6 +38,7 @@ from engine.messages import (
     Command,
     Commands,
     EngineConfig,
+    EngineStatistics,
     Event,
     Failed,
     FromEngine,
@@ -48,9 +50,18 @@ from engine.messages import (
     Stopped,
 )
 from engine.routing import FIRST_BACKOFF, HEALTHY_AFTER, MAX_BACKOFF
-from tests.fake_scheduler import FATAL_TOKEN, FakeScheduler, hash_of_last
+from engine.worker import Channel, ServerGone
+from tests.fake_scheduler import (
+    CLOSE_ALL_AND_HANG,
+    HANG,
+    IGNORE_SIGTERM,
+    RAISE,
+    FakeScheduler,
+    hash_of_last,
+)
 
 CONFIG = EngineConfig(model="fake")
+FAULTY = "tests.fake_scheduler:FaultyScheduler"
 FAKE = "tests.fake_scheduler:FakeScheduler"
 DEADLINE = 30.0  # seconds: far more than any test needs, far less than a suite that hangs
 WORKER = [sys.executable, "-m", "engine.worker"]
@@ -299,6 +310,18 @@ async def test_a_released_sequence_is_over(autojump_clock: trio.testing.MockCloc
         assert statistics.engine.sequences_running == 0
 
 
+async def test_what_was_not_read_goes_with_the_release(autojump_clock: trio.testing.MockClock) -> None:
+    engine = inline()
+    async with running(engine):
+        sequence = engine.open()
+        sequence.extend([1])
+        begin(sequence, 3)
+        await trio.testing.wait_all_tasks_blocked()
+        sequence.release()
+        with pytest.raises(trio.ClosedResourceError):
+            await sequence.events()
+
+
 async def test_release_wakes_a_waiting_reader(autojump_clock: trio.testing.MockClock) -> None:
     engine = inline()
     async with running(engine):
@@ -375,6 +398,7 @@ async def test_a_crash_loses_sequences_and_the_ledger_brings_them_back(
         sampled: list[int] = []
         while len(sampled) < tokens_before_crash:
             sampled += tokens_in(await sequence.events())
+        sequence.pause()  # is still here when the engine dies, and must not reach the next one
         engine.crash()
         assert sequence.lost
         assert engine.state == "restarting"
@@ -497,10 +521,12 @@ async def test_statistics_of_an_idle_engine_are_fresh() -> None:
     async with running(engine):
         sequence = engine.open()
         sequence.extend([1, 2, 3])
-        await sample(sequence, 3)
-        sequence.release()
-        while engine.statistics().engine.sequences_held:
+        begin(sequence, 100_000)
+        await sequence.events()
+        sequence.release()  # what the engine has sampled until it reads this comes for nobody
+        while engine.statistics().engine.sequences_running:
             await trio.lowlevel.checkpoint()
+        assert engine.statistics().engine.sequences_held == 0
         assert engine.statistics().engine.blocks_free == engine.info.kv_blocks
 
 
@@ -531,11 +557,11 @@ async def test_kill_9_loses_time_and_no_tokens() -> None:
 async def test_an_exception_in_a_step_is_a_death_with_an_exit_code(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    engine = in_process("tests.fake_scheduler:FaultyScheduler")
+    engine = in_process(FAULTY)
     async with running(engine):
         sequence = engine.open()
         sequence.extend([1])
-        begin(sequence, 5, forced=[1, 2, FATAL_TOKEN, 4, 5])
+        begin(sequence, 5, forced=[1, 2, RAISE, 4, 5])
         await events_until_lost(sequence)
         while engine.reason == "the engine process ended":  # until it is reaped
             await trio.lowlevel.checkpoint()
@@ -569,6 +595,39 @@ async def test_cancelling_run_leaves_no_process() -> None:
     with pytest.raises(ProcessLookupError):
         os.kill(process_id, 0)
     await events_until_lost(sequence)
+
+
+@pytest.mark.parametrize(("fault", "grace"), [(HANG, math.inf), (IGNORE_SIGTERM, 0.0)])
+async def test_cancelling_run_ends_a_process_that_hangs(
+    fault: int, grace: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By SIGTERM while there is grace, and by SIGKILL when there is no more."""
+    monkeypatch.setattr(handle, "EXIT_GRACE", grace)
+    engine = in_process(FAULTY)
+    async with running(engine):
+        process_id = engine.process_id
+        assert process_id is not None
+        sequence = engine.open()
+        sequence.extend([1])
+        begin(sequence, 3, forced=[1, fault, HANG])
+        await sequence.events()
+    with pytest.raises(ProcessLookupError):
+        os.kill(process_id, 0)
+
+
+async def test_sequences_are_lost_before_the_process_is_reaped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handle, "EXIT_GRACE", math.inf)
+    engine = in_process(FAULTY)
+    async with running(engine):
+        process_id = engine.process_id
+        assert process_id is not None
+        sequence = engine.open()
+        sequence.extend([1])
+        begin(sequence, 2, forced=[1, CLOSE_ALL_AND_HANG])
+        await events_until_lost(sequence)
+        assert engine.state == "restarting"
+        os.kill(process_id, signal.SIGKILL)
+        await engine.wait_ready()
 
 
 async def test_an_interrupt_from_the_terminal_is_the_servers_business() -> None:
@@ -626,6 +685,19 @@ async def test_the_process_ends_when_the_server_is_killed(engine_is: str) -> Non
 
 
 # The worker, spoken to directly
+
+
+def test_the_other_end_closed_means_that_the_server_is_gone() -> None:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        channel = Channel(theirs)
+        assert channel.poll() == []
+        ours.sendall(frames.encode(CONFIG))
+        assert len(channel.poll()) == 1
+        ours.close()
+        for talk in (channel.poll, channel.receive, lambda: channel.send(Step([], EngineStatistics()))):
+            with pytest.raises(ServerGone):
+                talk()
 
 
 def test_the_worker_says_ready_answers_and_ends_with_its_socket() -> None:
