@@ -19,6 +19,8 @@ from hypothesis import HealthCheck, Phase, settings
 QUICK_EXAMPLES = 20
 HANGS_AFTER = 600.0  # s of real time in one test: a deadline on a virtual clock does not catch a busy loop
 
+STDERR = pytest.StashKey[int]()
+
 examples = int(os.environ.get("FERMATA_EXAMPLES", "0"))
 settings.register_profile(
     "fermata",
@@ -33,10 +35,14 @@ settings.register_profile(
 settings.load_profile("fermata")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[STDERR] = os.dup(2)  # tests' own is captured, and lost when the process ends
+
+
 @pytest.fixture(autouse=True)
-def _no_hanging() -> Iterator[None]:
+def _no_hanging(request: pytest.FixtureRequest) -> Iterator[None]:
     """Show where a test hangs, and end everything, instead of waiting for ever."""
-    faulthandler.dump_traceback_later(HANGS_AFTER, exit=True)
+    faulthandler.dump_traceback_later(HANGS_AFTER, exit=True, file=request.config.stash[STDERR])
     yield
     faulthandler.cancel_dump_traceback_later()
 
