@@ -16,23 +16,30 @@ SlotRuns = list[tuple[int, int]]
 
 
 def attend_one(
-    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, runs: SlotRuns
-) -> torch.Tensor:
+    queries: torch.Tensor,
+    transposed_keys: torch.Tensor,
+    values: torch.Tensor,
+    runs: SlotRuns,
+    *,
+    out: torch.Tensor,
+) -> None:
     """One new token, whose own key and value are already in the last run.
 
-    queries [kv_heads, group, head_size]; keys, values [kv_heads, slots, head_size]; the result is shaped like
-    queries.
+    queries, out [kv_heads, group, head_size]; transposed_keys [kv_heads, head_size, slots]; values [kv_heads,
+    slots, head_size].
     """
     if len(runs) == 1:
         start, stop = runs[0]
-        scores = torch.bmm(queries, keys[:, start:stop].transpose(1, 2))  # [kv_heads, group, tokens]
-        return torch.bmm(torch.softmax(scores, -1), values[:, start:stop])
-    scores = torch.cat([torch.bmm(queries, keys[:, start:stop].transpose(1, 2)) for start, stop in runs], -1)
+        scores = torch.bmm(
+            queries, transposed_keys.narrow(2, start, stop - start)
+        )  # [kv_heads, group, tokens]
+        torch.bmm(torch.softmax(scores, -1), values.narrow(1, start, stop - start), out=out)
+        return
+    scores = torch.cat([torch.bmm(queries, transposed_keys[:, :, start:stop]) for start, stop in runs], -1)
     shares = torch.split_with_sizes(torch.softmax(scores, -1), [stop - start for start, stop in runs], -1)
-    result = torch.bmm(shares[0], values[:, runs[0][0] : runs[0][1]])
-    for share, (start, stop) in zip(shares[1:], runs[1:], strict=True):
-        result.baddbmm_(share, values[:, start:stop])
-    return result
+    out.zero_()
+    for share, (start, stop) in zip(shares, runs, strict=True):
+        out.baddbmm_(share, values[:, start:stop])
 
 
 def attend_many(
@@ -45,10 +52,11 @@ def attend_many(
 ) -> torch.Tensor:
     """Several new tokens, each seeing all of `runs`, itself, and the new ones before it.
 
-    queries [kv_heads, group, new, head_size]; new_keys, new_values [kv_heads, new, head_size]; keys, values
+    queries [new, kv_heads, group, head_size]; new_keys, new_values [kv_heads, new, head_size]; keys, values
     [kv_heads, slots, head_size]; the result is shaped like queries.
     """
-    kv_heads, group, new, head_size = queries.shape
+    new, kv_heads, group, head_size = queries.shape
+    queries = queries.permute(1, 2, 0, 3)
     result, weight = _partial_attention(
         queries.reshape(1, kv_heads * group, new, head_size),
         new_keys.repeat_interleave(group, 0)[None],
@@ -66,7 +74,7 @@ def attend_many(
         # result = (result e^weight + part e^part_weight) / (e^weight + e^part_weight)
         result = torch.lerp(result, part[0], torch.sigmoid(part_weight - weight).to(result.dtype))
         weight = torch.logaddexp(weight, part_weight)
-    return result.reshape(kv_heads, group, new, head_size)
+    return result.reshape(kv_heads, group, new, head_size).permute(2, 0, 1, 3)
 
 
 def _partial_attention(

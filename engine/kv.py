@@ -288,6 +288,9 @@ class BlockPool:
 
     def slots(self, table: Table, start: int, stop: int) -> list[tuple[int, int]]:
         """Where the tokens `start` to `stop` lie, as runs of slots (start, stop) in order."""
+        if start == 0 and len(table.extents) == 1:
+            first = table.extents[0].start * self.block_size
+            return [(first, first + stop)] if stop else []
         runs = []
         end = table.blocks * self.block_size
         for extent in reversed(table.extents):

@@ -1,4 +1,4 @@
-"""The decoder for Llama-architecture checkpoints: token ids and slots for their keys and values in, logits out.
+"""The decoder for Llama-architecture checkpoints: tokens, and slots for their keys and values, in; logits out.
 
 Knows weights and tensors; not sequences, schedules or sampling. A forward pass takes the new tokens of any
 number of sequences as the rows of one batch: linear layers see all rows at once, attention sees each
@@ -11,6 +11,7 @@ whatever can be folded into a weight once is not done per token:
   x / hypot(|x|, sqrt(width * epsilon)), three kernels instead of the seven inside ``F.rms_norm``;
 - the scale of attention goes into the query rows;
 - query and key rows are reordered so that a rotated pair is one complex number, and rotation one product;
+- intermediate results go to buffers whose views are made once for each number of rows;
 - query, key and value rows are one matrix, gate and up rows another; a product adds the residual itself.
 """
 
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -26,9 +28,10 @@ from engine.checkpoint import DecoderConfig, Weights
 from engine.checkpoint import ModelError as ModelError
 from engine.kv import KvTensors
 
+WORKSPACES_KEPT = 64  # row counts: those of steady decoding come again and again, those of prefill seldom
 
-@dataclass(frozen=True, slots=True)
-class Part:
+
+class Part(NamedTuple):
     """The rows of one sequence in a batch.
 
     `runs`: the slots that hold its tokens before these rows; with a single row, that row's own slot too.
@@ -47,6 +50,38 @@ class Layer:
     attention_output: torch.Tensor
     gate_up: torch.Tensor
     down: torch.Tensor
+
+
+class Workspace:
+    """Buffers for the intermediate results of a batch of `rows` rows, and all views of them, made once."""
+
+    def __init__(self, config: DecoderConfig, rows: int, dtype: torch.dtype, device: torch.device) -> None:
+        heads, kv_heads, head_size = config.heads, config.kv_heads, config.head_size
+        group = heads // kv_heads
+
+        def buffer(*shape: int) -> torch.Tensor:
+            return torch.empty(shape, dtype=dtype, device=device)
+
+        self.rows = rows
+        self.inputs = torch.empty((3, rows), dtype=torch.int64, device=device)
+        self.token_ids, self.positions, self.slots = self.inputs.unbind(0)
+        self.hidden = buffer(rows, config.hidden)
+        self.normed = buffer(rows, config.hidden)
+        self.length = buffer(rows, 1)
+        self.projected = buffer(rows, (heads + 2 * kv_heads) * head_size)
+        by_head = self.projected.view(rows, heads + 2 * kv_heads, head_size)
+        self.pairs = by_head[:, : heads + kv_heads].view(rows, heads + kv_heads, head_size // 2, 2)
+        if dtype == torch.float32:
+            self.rotated = torch.view_as_complex(self.pairs)
+        self.queries = by_head[:, :heads].view(rows, kv_heads, group, head_size)
+        self.keys = by_head[:, heads : heads + kv_heads].transpose(0, 1)  # [kv_heads, rows, head_size]
+        self.values = by_head[:, heads + kv_heads :].transpose(0, 1)
+        self.attended = buffer(rows, kv_heads, group, head_size)
+        self.attended_flat = self.attended.view(rows, heads * head_size)
+        self.row_queries = self.queries.unbind(0)
+        self.row_attended = self.attended.unbind(0)
+        self.gate_up = buffer(rows, 2 * config.intermediate)
+        self.gate, self.up = self.gate_up.chunk(2, 1)
 
 
 class Decoder:
@@ -68,6 +103,7 @@ class Decoder:
             self._head = self._embedding.t()  # [hidden, vocabulary]
         else:
             self._head = weights.take("lm_head.weight").to(device, dtype).t()
+        self._workspaces: dict[int, Workspace] = {}
         self._rotations = torch.empty(0, config.head_size // 2, dtype=torch.complex64, device=device)
 
     @property
@@ -102,65 +138,58 @@ class Decoder:
 
         tokens, positions, slots: one a row; parts: all rows, in order. Returns [logit_rows, vocabulary].
         """
-        config = self.config
-        heads, kv_heads, head_size = config.heads, config.kv_heads, config.head_size
-        rows, group = len(tokens), heads // kv_heads
-        rows_now = torch.tensor((tokens, positions, slots), device=self.device)
-        token_ids, row_positions, row_slots = rows_now.unbind(0)
-        rotations = self._rotations_for(max(positions) + 1)[row_positions].unsqueeze(
-            1
-        )  # [rows, 1, head_size/2]
-        hidden = self._embedding[token_ids]  # [rows, hidden]
+        work = self._workspace(len(tokens))
+        work.inputs.copy_(torch.tensor((tokens, positions, slots)))
+        rotations = self._rotations_for(max(positions) + 1).index_select(0, work.positions).unsqueeze_(1)
+        torch.index_select(self._embedding, 0, work.token_ids, out=work.hidden)
+        singles = [part for part in parts if part.rows == 1]
+        longer = [part for part in parts if part.rows > 1]
         for layer, keys, values in zip(self._layers, kv.keys, kv.values, strict=True):
-            projected = torch.mm(self._norm(hidden), layer.query_key_value)
-            projected = projected.view(rows, heads + 2 * kv_heads, head_size)
-            self._rotate(projected[:, : heads + kv_heads], rotations)
-            new_keys = projected[:, heads : heads + kv_heads].transpose(0, 1)  # [kv_heads, rows, head_size]
-            new_values = projected[:, heads + kv_heads :].transpose(0, 1)
-            keys.index_copy_(1, row_slots, new_keys)
-            values.index_copy_(1, row_slots, new_values)
-            queries = projected[:, :heads].view(rows, kv_heads, group, head_size)
-            if rows == 1:
-                attended = attend_one(queries[0], keys, values, parts[0].runs)
+            torch.mm(self._norm(work.hidden, work), layer.query_key_value, out=work.projected)
+            if self.dtype == torch.float32:
+                work.rotated.mul_(rotations)
             else:
-                attended = torch.empty(
-                    (rows, kv_heads, group, head_size), dtype=self.dtype, device=self.device
+                pairs = torch.view_as_complex(work.pairs.float()) * rotations
+                work.pairs.copy_(torch.view_as_real(pairs))
+            keys.index_copy_(1, work.slots, work.keys)
+            values.index_copy_(1, work.slots, work.values)
+            transposed_keys = keys.transpose(1, 2)
+            for part in singles:
+                row = part.first_row
+                attend_one(
+                    work.row_queries[row], transposed_keys, values, part.runs, out=work.row_attended[row]
                 )
-                for part in parts:
-                    first = part.first_row
-                    if part.rows == 1:
-                        attended[first] = attend_one(queries[first], keys, values, part.runs)
-                        continue
-                    end = first + part.rows
-                    attended[first:end] = attend_many(
-                        queries[first:end].permute(1, 2, 0, 3),
-                        new_keys[:, first:end],
-                        new_values[:, first:end],
-                        keys,
-                        values,
-                        part.runs,
-                    ).permute(2, 0, 1, 3)
-            hidden.addmm_(attended.view(rows, heads * head_size), layer.attention_output)
-            gate, up = torch.mm(self._norm(hidden), layer.gate_up).chunk(2, 1)
-            hidden.addmm_(torch.nn.functional.silu(gate).mul_(up), layer.down)
+            for part in longer:
+                rows = slice(part.first_row, part.first_row + part.rows)
+                work.attended[rows] = attend_many(
+                    work.queries[rows], work.keys[:, rows], work.values[:, rows], keys, values, part.runs
+                )
+            work.hidden.addmm_(work.attended_flat, layer.attention_output)
+            torch.mm(self._norm(work.hidden, work), layer.gate_up, out=work.gate_up)
+            torch.nn.functional.silu(work.gate, inplace=True).mul_(work.up)
+            work.hidden.addmm_(work.gate, layer.down)
+        hidden = work.hidden
         if logit_rows is not None:
+            work = self._workspace(len(logit_rows))
             hidden = hidden[logit_rows]
-        return torch.mm(self._norm(hidden) * self._final_gain, self._head)
+        return torch.mm(self._norm(hidden, work) * self._final_gain, self._head)
 
-    def _norm(self, hidden: torch.Tensor) -> torch.Tensor:
+    def _norm(self, hidden: torch.Tensor, work: Workspace) -> torch.Tensor:
+        """x / rms(x), without a gain, written to `work.normed`."""
         if self.dtype == torch.float32:
-            length = torch.linalg.vector_norm(hidden, dim=-1, keepdim=True)
-            return hidden / torch.hypot(length, self._norm_floor)
-        return torch.nn.functional.rms_norm(hidden, (self.config.hidden,), eps=self.config.norm_epsilon)
+            torch.linalg.vector_norm(hidden, dim=-1, keepdim=True, out=work.length)
+            return torch.div(hidden, work.length.hypot_(self._norm_floor), out=work.normed)
+        return work.normed.copy_(
+            torch.nn.functional.rms_norm(hidden, (self.config.hidden,), eps=self.config.norm_epsilon)
+        )
 
-    def _rotate(self, heads: torch.Tensor, rotations: torch.Tensor) -> None:
-        """Turn each pair of `heads` [rows, heads, head_size] by its position, in place."""
-        pairs = heads.view(*heads.shape[:-1], -1, 2)
-        if self.dtype == torch.float32:
-            torch.view_as_complex(pairs).mul_(rotations)
-        else:
-            turned = torch.view_as_complex(pairs.float()) * rotations
-            pairs.copy_(torch.view_as_real(turned))
+    def _workspace(self, rows: int) -> Workspace:
+        work = self._workspaces.get(rows)
+        if work is None:
+            if len(self._workspaces) == WORKSPACES_KEPT:
+                del self._workspaces[next(iter(self._workspaces))]
+            work = self._workspaces[rows] = Workspace(self.config, rows, self.dtype, self.device)
+        return work
 
     def _rotations_for(self, positions: int) -> torch.Tensor:
         """e^(i * position * frequency), [`positions` or more, head_size / 2]; made when needed, doubling."""
@@ -189,7 +218,7 @@ class Decoder:
         gate, up = matrix("mlp.gate_proj"), matrix("mlp.up_proj")
 
         def finished(rows: torch.Tensor) -> torch.Tensor:
-            return rows.to(self.device, self.dtype).t()
+            return rows.t().to(self.device, self.dtype).contiguous()
 
         return Layer(
             query_key_value=finished(torch.cat([query, key, value]) * attention_gain),

@@ -1,4 +1,4 @@
-"""Tiny checkpoints with random weights, written by transformers, and its logits: the oracle of our decoder."""
+"""Tiny checkpoints with random weights, written by transformers; its logits are the oracle of our decoder."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ Ledger = tuple[str, tuple[int, ...]]
 
 @dataclass
 class Plain:
-    """A sequence as the test knows it, and slots that remember the whole ledger each token was computed from."""
+    """A sequence as the test knows it."""
 
     table: Table
     namespace: str
