@@ -29,7 +29,9 @@ from protocol.settings import Settings
 
 HANDSHAKE_TIMEOUT = 10.0  # s for the 101 to leave
 CLOSE_TIMEOUT = 5.0  # s for the peer to answer a close frame
-MESSAGE_QUEUE = 8  # messages read ahead of recv(); 1 would stop pongs whenever the caller is a message behind
+MESSAGE_QUEUE = (
+    2  # messages read ahead of recv(); more would only hold more memory, the reader of them does not wait
+)
 READ_SIZE = 64 * 1024  # bytes; the library's own 4 KiB costs 2.5 times the CPU on large messages
 UTF8_WIDTH = 4  # bytes of the widest character
 CLOSE_FRAME = 0x88  # first byte: FIN and opcode 8
