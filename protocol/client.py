@@ -13,9 +13,12 @@ from __future__ import annotations
 import math
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
+from http.client import HTTPException
 from types import TracebackType
 from typing import Any, TypeAlias
+from urllib.error import HTTPError, URLError
 from urllib.parse import SplitResult, urlsplit
+from urllib.request import ProxyHandler, Request, build_opener
 
 import msgspec
 import trio
@@ -98,6 +101,17 @@ async def connect(
         raise group.exceptions[0] from group.exceptions[0].__cause__
 
 
+async def list_models(url: str, *, api_key: str | None = None) -> list[str]:
+    """The ids of the models of the server that answers `url` (as for `connect`), in its order.
+
+    Raises ConnectionLost, ServerError. Cancellation: the request goes on in its thread, within
+    `CONNECT_TIMEOUT`.
+    """
+    models = url.replace("ws", "http", 1).removesuffix("/responses") + "/models"
+    request = Request(models, headers={"Authorization": f"Bearer {api_key}"} if api_key else {})
+    return await trio.to_thread.run_sync(_get_models, request, abandon_on_cancel=True)
+
+
 class Connection:
     """One WebSocket to a server, made by `connect`. All methods are for any task."""
 
@@ -135,7 +149,7 @@ class Connection:
             run._abandon()
             raise ConnectionLost(f"No answer to a create within {self.silence_timeout:g} s.") from None
         except trio.Cancelled:
-            run._abandon()
+            await run.aclose()
             raise
         if run._failure is not None:
             raise run._failure
@@ -178,7 +192,9 @@ class Connection:
                     await self._writer_done.wait()
                     nursery.cancel_scope.cancel()
         except* ConnectionRejected as group:
-            self._lose(_refused_handshake(_first(group)))
+            rejected = _first(group)
+            otherwise = "The server refused the WebSocket handshake."
+            self._lose(_refusal(rejected.status_code, rejected.body, otherwise))
         except* trio.TooSlowError:
             self._lose(ConnectionLost(f"No WebSocket handshake within {CONNECT_TIMEOUT:g} s."))
         except* ProtocolError as group:
@@ -415,6 +431,28 @@ async def _dial(address: SplitResult) -> trio.abc.Stream:
         raise ConnectionLost(f"Cannot connect to {host}:{port}: {reason}") from error
 
 
+class _Model(msgspec.Struct):
+    id: str
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
+def _get_models(request: Request) -> list[str]:
+    opener = build_opener(ProxyHandler({}))  # as the WebSocket, which knows no proxies
+    try:
+        with opener.open(request, timeout=CONNECT_TIMEOUT) as answer:
+            return [model.id for model in msgspec.json.decode(answer.read(), type=_Models).data]
+    except HTTPError as error:
+        raise _refusal(error.code, error.read(), "The server does not list its models.") from error
+    except (OSError, HTTPException) as error:
+        reason = error.reason if isinstance(error, URLError) else error
+        raise ConnectionLost(f"Cannot get {request.full_url}: {reason}") from error
+    except msgspec.DecodeError as error:
+        raise ServerError(200, f"{request.full_url} is no list of models: {error}") from error
+
+
 def _first(group: BaseExceptionGroup[Any]) -> Any:
     """The first exception in a group of groups."""
     found = group.exceptions[0]
@@ -430,13 +468,13 @@ class _Refusal(msgspec.Struct):
     error: Reason
 
 
-def _refused_handshake(rejected: Any) -> ServerError:
+def _refusal(status: int, body: bytes | None, otherwise: str) -> ServerError:
+    """An HTTP answer that is an error; its reason from the body, if that tells one."""
     try:
-        why = msgspec.json.decode(rejected.body or b"", type=_Refusal).error
+        why = msgspec.json.decode(body or b"", type=_Refusal).error
     except msgspec.DecodeError:
         why = Reason()
-    message = why.message or "The server refused the WebSocket handshake."
-    return ServerError(rejected.status_code, message, why.code, why.param)
+    return ServerError(status, why.message or otherwise, why.code, why.param)
 
 
 def _close_reason(closed: Any) -> str:

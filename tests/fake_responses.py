@@ -107,10 +107,12 @@ async def _play(
 ) -> None:
     lane = create["stream_id"]
     await peer.begin(create, id)
-    in_context = 0
+    in_context = kept = 0
     done: list[ScriptedLeg] = []
     for leg in legs:
         usage = _usage(in_context + leg.prefilled, in_context, leg.sampled)
+        reused = in_context
+        kept += reused
         in_context += leg.prefilled + leg.sampled
         done.append(leg)
         if leg.text:
@@ -124,8 +126,8 @@ async def _play(
             await peer.send("response.output_item.done", lane, output_index=index, item=call)
         if not calls:
             break
-        work = {"tokens_prefilled": leg.prefilled, "tokens_sampled": leg.sampled, "legs": 1}
-        held = response(id, "in_progress", output=calls, usage=usage, work=work)
+        counts = {"tokens_prefilled": leg.prefilled, "tokens_reused": reused, "tokens_sampled": leg.sampled}
+        held = response(id, "in_progress", output=calls, usage=usage, work=counts)
         await peer.send(
             "response.done", lane, response=held, required_input=[required(call) for call in calls]
         )
@@ -139,7 +141,7 @@ async def _play(
     prefilled, sampled = sum(leg.prefilled for leg in done), sum(leg.sampled for leg in done)
     work = {
         "tokens_prefilled": prefilled,
-        "tokens_reused": 0,
+        "tokens_reused": kept,
         "tokens_sampled": sampled,
         "legs": len(done),
         "pre_passes": 1,

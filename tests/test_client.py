@@ -262,6 +262,21 @@ async def test_cancel_is_asked_for_and_its_end_still_comes(autojump_clock):
         assert last.response.incomplete_details.reason == "cancelled"
 
 
+async def test_a_create_that_is_cancelled_early_is_cancelled_once_it_has_an_id(autojump_clock):
+    async with connected() as (connection, peer):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(connection.create)
+            create = await peer.receive()
+            nursery.cancel_scope.cancel()
+            with trio.CancelScope(shield=True):
+                await peer.begin(create)
+                assert (await peer.receive())["response_id"] == "resp_1"
+                await peer.send(
+                    "response.incomplete", create["stream_id"], response=response("resp_1", "incomplete")
+                )
+        assert trio.current_time() < 1
+
+
 async def test_steering_names_the_run(autojump_clock):
     async with connected() as (connection, peer):
         run = await started(connection, peer)
