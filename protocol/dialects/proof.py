@@ -10,7 +10,7 @@ seen to add exactly its fragment. Then, for every control token: its spelling in
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import product
+from itertools import product, takewhile
 from typing import Any
 
 from protocol.dialects.base import Dialect, Fragment
@@ -105,14 +105,18 @@ def _is_one_turn(first: Item, second: Item) -> bool:
     return len(chat_messages([first, second])) == 1
 
 
-def _compare(tokens: Tokens, fragment: Fragment, rendered: str, what: object) -> None:
-    if tokens.spell(fragment) != rendered:
+def _compare(tokens: Tokens, fragment: Fragment, rendered: str, last: object) -> None:
+    spelled = tokens.spell(fragment)
+    if spelled != rendered:
+        same = takewhile(lambda pair: pair[0] == pair[1], zip(spelled, rendered, strict=False))
+        at = sum(1 for _ in same)
         raise DialectError(
-            f"the chat template does not write {what!r} after a history as it does after another"
+            "the chat template does not write each item as it stands, whatever surrounds it: "
+            f"{rendered[at : at + 40]!r} instead of {spelled[at : at + 40]!r}, with {last!r} at the end"
         )
     if tokens.encode(fragment) != tokens.encode_as_family(rendered):
         raise DialectError(
-            f"the tokenizer does not treat the text of {what!r} by itself; pieces do not add up"
+            f"the tokenizer does not treat {last!r} independently of the control tokens around it"
         )
 
 
