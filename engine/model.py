@@ -1,4 +1,4 @@
-"""The decoder for Llama-architecture checkpoints: tokens, and slots for their keys and values, in; logits out.
+"""The decoder for Llama-architecture checkpoints: tokens and slots for keys and values in, logits out.
 
 Knows weights and tensors; not sequences, schedules or sampling. A forward pass takes the new tokens of any
 number of sequences as the rows of one batch: linear layers see all rows at once, attention sees each

@@ -122,6 +122,16 @@ class Batch:
     prefilling: list[tuple[Sequence, int]] = field(default_factory=list)  # with how many rows
     sampling: list[Sequence] = field(default_factory=list)  # in the order of logit_rows
 
+    def draws(self) -> list[Draw]:
+        """How to choose the next token of each sequence in `sampling`."""
+        draws = []
+        for sequence in self.sampling:
+            leg = sequence.leg
+            assert leg is not None
+            assert leg.sample is not None
+            draws.append(Draw(leg.sample.sampling, len(sequence.tokens), leg.history))
+        return draws
+
 
 class Scheduler:
     """A loaded model and its sequences. ModelError if the model cannot be loaded."""
@@ -219,9 +229,7 @@ class Scheduler:
                 batch.logit_rows if len(batch.logit_rows) < len(batch.tokens) else None,
                 self._kv,
             )
-            chosen = (
-                sample(logits, [_draw(sequence) for sequence in batch.sampling]) if batch.sampling else []
-            )
+            chosen = sample(logits, batch.draws()) if batch.sampling else []
             self._settle(batch, chosen, started)
             self._steps += 1
         events, self._events = self._events, []
@@ -491,13 +499,6 @@ class Scheduler:
             self._stop(sequence, "stop")
         elif leg.sampled >= leg.sample.max_tokens or length >= self._max_context:
             self._stop(sequence, "length")
-
-
-def _draw(sequence: Sequence) -> Draw:
-    leg = sequence.leg
-    assert leg is not None
-    assert leg.sample is not None
-    return Draw(leg.sample.sampling, len(sequence.tokens), leg.history)
 
 
 def _load(model: str) -> tuple[DecoderConfig, Weights, str]:
