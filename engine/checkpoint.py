@@ -64,12 +64,14 @@ class Weights:
     def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
         self._tensors = tensors
 
-    def take(self, name: str) -> torch.Tensor:
-        """Remove and return a tensor; ModelError if there is none."""
-        try:
-            return self._tensors.pop(name)
-        except KeyError:
-            raise ModelError(f"the checkpoint has no tensor {name}") from None
+    def take(self, name: str, *shape: int) -> torch.Tensor:
+        """Remove and return a tensor; ModelError if there is none, or none of this shape."""
+        tensor = self._tensors.pop(name, None)
+        if tensor is None:
+            raise ModelError(f"the checkpoint has no tensor {name}")
+        if tensor.shape != shape:
+            raise ModelError(f"the tensor {name} has the shape {tuple(tensor.shape)}, not {shape}")
+        return tensor
 
     def check_all_taken(self, config: DecoderConfig) -> None:
         """ModelError if tensors are left that this decoder does not know."""
@@ -119,7 +121,7 @@ def read_config(folder: Path) -> DecoderConfig:
         raise ModelError(f"{path}: the activation {raw['hidden_act']} is not supported")
     try:
         heads = raw["num_attention_heads"]
-        return DecoderConfig(
+        config = DecoderConfig(
             architecture=architecture,
             vocabulary=raw["vocab_size"],
             hidden=raw["hidden_size"],
@@ -135,6 +137,11 @@ def read_config(folder: Path) -> DecoderConfig:
         )
     except KeyError as error:
         raise ModelError(f"{path} does not say {error.args[0]}") from None
+    if config.heads % config.kv_heads:
+        raise ModelError(f"{path}: {config.heads} heads cannot share {config.kv_heads} num_key_value_heads")
+    if config.head_size % 2:
+        raise ModelError(f"{path}: a head_dim of {config.head_size} cannot be rotated in pairs")
+    return config
 
 
 def _rotary(raw: dict[str, Any], path: Path) -> dict[str, Any]:

@@ -96,13 +96,19 @@ class Decoder:
         # In half precisions the norm is F.rms_norm, which computes in float32.
         self._norm_gain = math.sqrt(config.hidden) if dtype == torch.float32 else 1.0
         self._norm_floor = torch.tensor(math.sqrt(config.hidden * config.norm_epsilon), device=device)
-        self._embedding = weights.take("model.embed_tokens.weight").to(device, dtype)  # [vocabulary, hidden]
+        self._embedding = weights.take("model.embed_tokens.weight", config.vocabulary, config.hidden).to(
+            device, dtype
+        )
         self._layers = [self._fold_layer(weights, f"model.layers.{n}.") for n in range(config.layers)]
-        self._final_gain = (weights.take("model.norm.weight").float() * self._norm_gain).to(device, dtype)
+        self._final_gain = (weights.take("model.norm.weight", config.hidden).float() * self._norm_gain).to(
+            device, dtype
+        )
         if config.tied_head:
             self._head = self._embedding.t()  # [hidden, vocabulary]
         else:
-            self._head = weights.take("lm_head.weight").to(device, dtype).t()
+            self._head = (
+                weights.take("lm_head.weight", config.vocabulary, config.hidden).to(device, dtype).t()
+            )
         self._workspaces: dict[int, Workspace] = {}
         self._rotations = torch.empty(0, config.head_size // 2, dtype=torch.complex64, device=device)
 
@@ -201,28 +207,35 @@ class Decoder:
 
     def _fold_layer(self, weights: Weights, prefix: str) -> Layer:
         config = self.config
-        attention_gain = weights.take(prefix + "input_layernorm.weight").float() * self._norm_gain
-        mlp_gain = weights.take(prefix + "post_attention_layernorm.weight").float() * self._norm_gain
+        hidden, intermediate = config.hidden, config.intermediate
+        heads_width, kv_width = config.heads * config.head_size, config.kv_heads * config.head_size
+        attention_gain = (
+            weights.take(prefix + "input_layernorm.weight", config.hidden).float() * self._norm_gain
+        )
+        mlp_gain = (
+            weights.take(prefix + "post_attention_layernorm.weight", config.hidden).float() * self._norm_gain
+        )
 
-        def matrix(name: str) -> torch.Tensor:
-            return weights.take(f"{prefix}{name}.weight").float()  # [outputs, inputs]
+        def matrix(name: str, outputs: int, inputs: int) -> torch.Tensor:
+            return weights.take(f"{prefix}{name}.weight", outputs, inputs).float()
 
         def pairs_adjacent(rows: torch.Tensor) -> torch.Tensor:
             """From halves, first members of pairs and then second ones, to pairs side by side, per head."""
-            halves = rows.view(-1, 2, config.head_size // 2, config.hidden)
+            halves = rows.view(-1, 2, config.head_size // 2, hidden)
             return halves.transpose(1, 2).reshape(rows.shape)
 
-        query = pairs_adjacent(matrix("self_attn.q_proj")) * config.head_size**-0.5
-        key = pairs_adjacent(matrix("self_attn.k_proj"))
-        value = matrix("self_attn.v_proj")
-        gate, up = matrix("mlp.gate_proj"), matrix("mlp.up_proj")
+        query = pairs_adjacent(matrix("self_attn.q_proj", heads_width, hidden)) * config.head_size**-0.5
+        key = pairs_adjacent(matrix("self_attn.k_proj", kv_width, hidden))
+        value = matrix("self_attn.v_proj", kv_width, hidden)
+        gate = matrix("mlp.gate_proj", intermediate, hidden)
+        up = matrix("mlp.up_proj", intermediate, hidden)
 
         def finished(rows: torch.Tensor) -> torch.Tensor:
             return rows.t().to(self.device, self.dtype).contiguous()
 
         return Layer(
             query_key_value=finished(torch.cat([query, key, value]) * attention_gain),
-            attention_output=finished(matrix("self_attn.o_proj")),
+            attention_output=finished(matrix("self_attn.o_proj", hidden, heads_width)),
             gate_up=finished(torch.cat([gate, up]) * mlp_gain),
-            down=finished(matrix("mlp.down_proj")),
+            down=finished(matrix("mlp.down_proj", hidden, intermediate)),
         )
