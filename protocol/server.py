@@ -206,21 +206,26 @@ class Server:
             self._open_sockets += 1
             opened_at = trio.current_time()
             log.info("socket_opened", caller=caller.name, prototype=prototype)
-            code, reason = 1011, "internal error"
+            has_returned = False
             try:
                 await self._serve_socket(
                     socket, caller=caller, prototype=prototype, connection_id=connection_id
                 )
-                code, reason = 1000, ""
-            except trio.Cancelled:
-                code, reason = 1001, "the server is shutting down"
-                raise
+                has_returned = True
             finally:
-                await socket.aclose(code, reason)
+                await socket.aclose(*self._farewell(has_returned))
                 self._open_sockets -= 1
                 seconds = round(trio.current_time() - opened_at, 3)
                 log.info("socket_closed", code=socket.close_code, seconds=seconds)
         await linger(stream)
+
+    def _farewell(self, has_returned: bool) -> tuple[int, str]:
+        """Why a socket that is still open when its handler ends is closed."""
+        if has_returned:
+            return 1000, ""
+        if self._is_draining:
+            return 1001, "the server is shutting down"
+        return 1011, "internal error"
 
     @contextmanager
     def _cancelled_by_drain(self) -> Iterator[None]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import trio
 import trio.testing
@@ -9,6 +11,7 @@ from edge_fakes import (
     UPGRADE,
     FakeBackend,
     ask,
+    echo,
     get,
     make_server,
     over_memory,
@@ -192,10 +195,19 @@ async def test_a_backend_that_fails_ends_the_server() -> None:
         await make_server(Broken()).run(trio.Event())
 
 
-async def test_it_stops_in_order() -> None:
+async def echo_in_a_nursery(socket: Socket, **about: Any) -> None:
+    """A handler with tasks of its own: cancelled, it raises a group."""
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(trio.sleep_forever)
+        await echo(socket, **about)
+        nursery.cancel_scope.cancel()
+
+
+@pytest.mark.parametrize("serve_socket", [echo, echo_in_a_nursery])
+async def test_it_stops_in_order(serve_socket: Any) -> None:
     backend = FakeBackend()
     backend.let_drain = trio.Event()
-    server = make_server(backend)
+    server = make_server(backend, serve_socket)
     stop = trio.Event()
     with trio.fail_after(30):
         async with trio.open_nursery() as nursery:
