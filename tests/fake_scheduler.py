@@ -46,6 +46,7 @@ from engine.messages import (
 
 VOCABULARY = 1024  # the embedded model has as many, so its tokens can be forced
 RAISE, HANG, CLOSE_ALL_AND_HANG, IGNORE_SIGTERM = range(1020, 1024)  # see FaultyScheduler
+HANGING = "the scheduler hangs as it was told"
 KV_BYTES_PER_TOKEN = 1024
 DEFAULT_MAX_CONTEXT = 131072
 
@@ -286,6 +287,7 @@ class FaultyScheduler(FakeScheduler):
         if CLOSE_ALL_AND_HANG in sampled:
             os.closerange(3, 1024)
         if sampled & {HANG, CLOSE_ALL_AND_HANG}:
+            print(HANGING, file=sys.stderr, flush=True)
             while True:
                 signal.pause()
         return step

@@ -54,6 +54,7 @@ from engine.worker import Channel, ServerGone
 from tests.fake_scheduler import (
     CLOSE_ALL_AND_HANG,
     HANG,
+    HANGING,
     IGNORE_SIGTERM,
     RAISE,
     FakeScheduler,
@@ -599,7 +600,7 @@ async def test_cancelling_run_leaves_no_process() -> None:
 
 @pytest.mark.parametrize(("fault", "grace"), [(HANG, math.inf), (IGNORE_SIGTERM, 0.0)])
 async def test_cancelling_run_ends_a_process_that_hangs(
-    fault: int, grace: float, monkeypatch: pytest.MonkeyPatch
+    fault: int, grace: float, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """By SIGTERM while there is grace, and by SIGKILL when there is no more."""
     monkeypatch.setattr(handle, "EXIT_GRACE", grace)
@@ -609,8 +610,9 @@ async def test_cancelling_run_ends_a_process_that_hangs(
         assert process_id is not None
         sequence = engine.open()
         sequence.extend([1])
-        begin(sequence, 3, forced=[1, fault, HANG])
-        await sequence.events()
+        begin(sequence, 2, forced=[fault, HANG])
+        while HANGING not in capfd.readouterr().err:
+            await trio.lowlevel.checkpoint()
     with pytest.raises(ProcessLookupError):
         os.kill(process_id, 0)
 
