@@ -20,6 +20,7 @@ import torch
 from engine.messages import Sampling
 
 MASK_64 = (1 << 64) - 1
+TOP_P_CANDIDATES = 1024  # tokens among which top-p mostly ends: to sort 49,152 takes 4 ms, to find these 0.3
 
 
 @dataclass(slots=True, eq=False)
@@ -125,14 +126,22 @@ def _restrict(scaled: torch.Tensor, sampling: Sampling) -> None:
         last_allowed = scaled.topk(sampling.top_k).values[-1]
         scaled.masked_fill_(scaled < last_allowed, float("-inf"))
     if sampling.top_p < 1.0:
-        descending = scaled.sort(descending=True).values
-        probabilities = descending.softmax(-1)
-        likelier = probabilities.cumsum(-1) - probabilities  # how likely it is that a likelier token is drawn
-        allowed = int((likelier < sampling.top_p).sum().clamp_(min=1))
-        scaled.masked_fill_(scaled < descending[allowed - 1], float("-inf"))
+        scaled.masked_fill_(scaled < _last_within(scaled, sampling.top_p), float("-inf"))
     if sampling.min_p > 0.0:
         # p >= min_p * p_max, in logs
         scaled.masked_fill_(scaled < scaled.max() + math.log(sampling.min_p), float("-inf"))
+
+
+def _last_within(scaled: torch.Tensor, top_p: float) -> torch.Tensor:
+    """The logit of the last token that top-p allows: those before it together are less likely than that."""
+    total = scaled.logsumexp(-1)
+    for count in (TOP_P_CANDIDATES, scaled.numel()):
+        descending = scaled.topk(min(count, scaled.numel())).values
+        up_to_each = (descending - total).exp_().cumsum(-1)
+        within = 1 + int((up_to_each[:-1] < top_p).sum())  # the first is always allowed
+        if within < len(descending):
+            break
+    return descending[within - 1]
 
 
 def _mix_64(word: int) -> int:
