@@ -196,10 +196,15 @@ class Scheduler:
         now = time.monotonic()
         for command in commands:
             if command.sequence in self._failed:
+                if isinstance(command, Fork):
+                    self._lose(
+                        command.child, "engine_error", f"sequence {command.sequence} was lost before it"
+                    )
                 continue
             match command:
                 case Open(number, namespace):
-                    self._add(Sequence(number, self._pool.open(namespace)))
+                    self._check_unused(number)
+                    self._sequences[number] = Sequence(number, self._pool.open(namespace))
                 case Extend():
                     self._extend(self._sequences[command.sequence], command, now)
                 case Sample():
@@ -270,10 +275,9 @@ class Scheduler:
 
     # Commands
 
-    def _add(self, sequence: Sequence) -> None:
-        if sequence.number in self._sequences:
-            raise ValueError(f"sequence {sequence.number} is open already")
-        self._sequences[sequence.number] = sequence
+    def _check_unused(self, number: int) -> None:
+        if number in self._sequences:
+            raise ValueError(f"sequence {number} is open already")
 
     def _extend(self, sequence: Sequence, command: Extend, now: float) -> None:
         if sequence.sampling:
@@ -332,13 +336,13 @@ class Scheduler:
     def _fork(self, sequence: Sequence, child_number: int, now: float) -> None:
         if sequence.sampling:
             raise ValueError(f"sequence {sequence.number} cannot be forked while it is sampling")
-        child = Sequence(
+        self._check_unused(child_number)
+        child = self._sequences[child_number] = Sequence(
             child_number,
             self._pool.fork(sequence.table),
             sequence.tokens.copy(),
             [span.copy() for span in sequence.sampled_spans],
         )
-        self._add(child)
         if child.to_prefill > 0:
             self._leg(child, now)
             self._queue(child)
@@ -351,8 +355,11 @@ class Scheduler:
 
     def _fail(self, sequence: Sequence, code: FailureCode, message: str) -> None:
         self._release(sequence)
-        self._events.append(Failed(sequence.number, code, message))
-        self._failed[sequence.number] = None
+        self._lose(sequence.number, code, message)
+
+    def _lose(self, number: int, code: FailureCode, message: str) -> None:
+        self._events.append(Failed(number, code, message))
+        self._failed[number] = None
         if len(self._failed) > REMEMBERED_FAILURES:
             del self._failed[next(iter(self._failed))]
 
