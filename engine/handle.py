@@ -111,7 +111,7 @@ class ProcessEngine(Engine):
             if isinstance(end, str):
                 self._lose_all("restarting", end)  # now: nobody has to wait until it is reaped
         except BaseException:
-            process.terminate()
+            process.kill()  # it has nothing that the server does not have, and may be deep in a load
             raise
         finally:
             self.process_id = None

@@ -45,7 +45,7 @@ from engine.messages import (
 )
 
 VOCABULARY = 1024  # the embedded model has as many, so its tokens can be forced
-RAISE, HANG, CLOSE_ALL_AND_HANG, IGNORE_SIGTERM = range(1020, 1024)  # see FaultyScheduler
+RAISE, HANG, CLOSE_ALL_AND_HANG = range(1021, 1024)  # see FaultyScheduler
 HANGING = "the scheduler hangs as it was told"
 KV_BYTES_PER_TOKEN = 1024
 DEFAULT_MAX_CONTEXT = 131072
@@ -280,8 +280,6 @@ class FaultyScheduler(FakeScheduler):
     def step(self) -> Step:
         step = super().step()
         sampled = {token for event in step.events if isinstance(event, Sampled) for token in event.tokens}
-        if IGNORE_SIGTERM in sampled:
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if RAISE in sampled:
             raise RuntimeError("the fatal token was sampled")
         if CLOSE_ALL_AND_HANG in sampled:

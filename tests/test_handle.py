@@ -55,7 +55,6 @@ from tests.fake_scheduler import (
     CLOSE_ALL_AND_HANG,
     HANG,
     HANGING,
-    IGNORE_SIGTERM,
     RAISE,
     FakeScheduler,
     hash_of_last,
@@ -598,19 +597,17 @@ async def test_cancelling_run_leaves_no_process() -> None:
     await events_until_lost(sequence)
 
 
-@pytest.mark.parametrize(("fault", "grace"), [(HANG, math.inf), (IGNORE_SIGTERM, 0.0)])
 async def test_cancelling_run_ends_a_process_that_hangs(
-    fault: int, grace: float, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """By SIGTERM while there is grace, and by SIGKILL when there is no more."""
-    monkeypatch.setattr(handle, "EXIT_GRACE", grace)
+    monkeypatch.setattr(handle, "EXIT_GRACE", math.inf)
     engine = in_process(FAULTY)
     async with running(engine):
         process_id = engine.process_id
         assert process_id is not None
         sequence = engine.open()
         sequence.extend([1])
-        begin(sequence, 2, forced=[fault, HANG])
+        begin(sequence, 2, forced=[HANG])
         while HANGING not in capfd.readouterr().err:
             await trio.lowlevel.checkpoint()
     with pytest.raises(ProcessLookupError):
@@ -632,11 +629,12 @@ async def test_sequences_are_lost_before_the_process_is_reaped(monkeypatch: pyte
         await engine.wait_ready()
 
 
-async def test_an_interrupt_from_the_terminal_is_the_servers_business() -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+async def test_a_signal_to_the_whole_group_is_the_servers_business(number: signal.Signals) -> None:
     engine = in_process()
     async with running(engine):
         assert engine.process_id is not None
-        os.kill(engine.process_id, signal.SIGINT)
+        os.kill(engine.process_id, number)
         sequence = engine.open()
         sequence.extend([4])
         assert await sample(sequence, 5) == continuation([4], 5)
