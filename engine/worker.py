@@ -151,8 +151,8 @@ def _resolve(factory: str) -> Callable[[EngineConfig], AnyScheduler]:
 
 def main(arguments: list[str]) -> None:
     """Serve the socket `FD` with the scheduler `MODULE:CALLABLE`."""
-    # The terminal's ^C and a service manager's SIGTERM reach the whole group; what they mean is the server's to
-    # decide, who may have legs to finish.
+    # The terminal's ^C and a service manager's SIGTERM reach the whole group; what they mean is the server's
+    # to decide, which may have legs to finish.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     _show_name()
