@@ -106,7 +106,20 @@ def test_bad_calls_are_answered_with_an_error(workspace, tool, arguments, error)
 
 @pytest.mark.parametrize(
     "expression",
-    ["", "2 **", "2 ** 3", "1 / 2", "f(1)", "max()", "max(*[1])", "max(1, key=2)", "().x", "'a' * 3", "True + 1", "2j"],
+    [
+        "",
+        "2 **",
+        "2 ** 3",
+        "1 / 2",
+        "f(1)",
+        "max()",
+        "max(*[1])",
+        "max(1, key=2)",
+        "().x",
+        "'a' * 3",
+        "True + 1",
+        "2j",
+    ],
 )
 def test_what_is_no_arithmetic_is_refused(workspace, expression):
     answer = call(workspace, "calculate", expression=expression)
@@ -231,7 +244,9 @@ def test_definitions_name_the_tools_and_all_their_parameters():
 
 
 @given(
-    st.dictionaries(st.sampled_from(["a/b.txt", "a/c.txt", "a/d/e.txt", "f.txt", "g/h.md"]), st.text("xy\n1", max_size=9)),
+    st.dictionaries(
+        st.sampled_from(["a/b.txt", "a/c.txt", "a/d/e.txt", "f.txt", "g/h.md"]), st.text("xy\n1", max_size=9)
+    ),
     st.sampled_from(["", "a", "a/d", "g", "f.txt", "a/c.txt"]),
 )
 def test_memory_and_disk_agree(tmp_path_factory, texts, path):
@@ -242,5 +257,5 @@ def test_memory_and_disk_agree(tmp_path_factory, texts, path):
         disk.write(name, text.encode())
         memory.write(name, text.encode())
     for name, parameters in PARAMETERS.items():
-        arguments = json.dumps({parameter: path for parameter in parameters})
+        arguments = json.dumps(dict.fromkeys(parameters, path))
         assert Workspace(disk).call(name, arguments) == Workspace(memory).call(name, arguments)

@@ -1,0 +1,82 @@
+"""The kinds of task, how often each is drawn, and the generator that draws them.
+
+Knows the tables; the tasks themselves are in short_tasks.py and long_tasks.py.
+"""
+
+import random
+from collections.abc import Callable
+
+from scripts.long_tasks import trail, walk
+from scripts.maker import LONGEST_FOLDER, LONGEST_TRAIL, Maker
+from scripts.short_tasks import (
+    arithmetic,
+    change_one,
+    copy_one,
+    count_one,
+    greeting,
+    list_one,
+    list_top,
+    read_one,
+    read_together,
+    search_one,
+    write_one,
+)
+from scripts.tools import Workspace
+from scripts.world import Message, Split, Task
+
+Kind = Callable[[Maker], Task]
+
+SHORT_KINDS: dict[Kind, int] = {
+    greeting: 2,
+    arithmetic: 5,
+    read_one: 5,
+    list_one: 3,
+    list_top: 1,
+    count_one: 3,
+    search_one: 5,
+    write_one: 3,
+    copy_one: 4,
+    change_one: 5,
+    read_together: 10,
+}
+LONG_KINDS: dict[Kind, int] = {walk: 4, trail: 1}
+"""Kinds and how often they are drawn among their like."""
+
+
+def draw_task(
+    rng: random.Random,
+    split: Split,
+    longest_folder: int = LONGEST_FOLDER,
+    longest_trail: int = LONGEST_TRAIL,
+    long_share: float = 0.5,
+) -> Task:
+    """A random task of a split. Folders and trails have at most as many files as said (at least one)."""
+    kinds = LONG_KINDS if rng.random() < long_share else SHORT_KINDS
+    (kind,) = rng.choices(list(kinds), weights=list(kinds.values()))
+    return kind(Maker(rng, split, longest_folder, longest_trail))
+
+
+def draw_conversation(
+    rng: random.Random, longest_folder: int, longest_trail: int, long_share: float
+) -> list[Message]:
+    """A right conversation to learn from: one task, or one in six times two or three of them."""
+    if rng.random() < 5 / 6:
+        return draw_task(rng, "train", longest_folder, longest_trail, long_share).conversation()[0]
+    tasks: list[Task] = []
+    taken: set[str] = set()
+    for _ in range(rng.randint(2, 3)):
+        task = draw_task(rng, "train", longest_folder, longest_trail, long_share / 2)
+        folders = {path.partition("/")[0] for path in task.files}
+        if not folders & taken:
+            tasks.append(task)
+            taken |= folders
+    workspace = Workspace.in_memory({path: text for task in tasks for path, text in task.files.items()})
+    return [message for task in tasks for message in task.conversation(workspace)[0]]
+
+
+def draw_task_of(rng: random.Random, split: Split, fewest_calls: int, most_calls: int) -> Task:
+    """A random task of a split whose right conversation has so many calls."""
+    while True:
+        task = draw_task(rng, split, long_share=0.2 if most_calls <= 4 else 1.0)
+        if fewest_calls <= task.calls <= most_calls:
+            return task

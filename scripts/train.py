@@ -1,0 +1,208 @@
+"""Makes the embedded model from nothing: the recipe whose result is in engine/embedded.
+
+Knows batches, the optimiser and when to save. The world, the text of conversations, the tokenizer,
+the decoder and the score each have a file of their own.
+
+Strategy: two stages. First pure copying (copying.py), until following names and numbers is second
+nature. Then conversations, in which folders and trails grow longer, with copying mixed in so that
+words that are held out of the tasks stay usable as names. Batches hold conversations of like length
+behind one shared system prompt. One thread, fixed seeds and step counts: the same kind of CPU makes
+the same weights again.
+"""
+
+import argparse
+import json
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import cos, pi
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from torch import Tensor
+from torch.nn import functional
+
+from scripts.copying import IGNORED, copying_batch
+from scripts.kinds import draw_conversation
+from scripts.maker import LONGEST_FOLDER, LONGEST_TRAIL
+from scripts.score import report_line, score_answers
+from scripts.tiny_llama import Shape, TinyLlama
+from scripts.transcript import CHAT_TEMPLATE, random_system_text, training_row
+from scripts.vocabulary import END_TOKEN, PAD_TOKEN, SPECIAL_TOKENS, build_tokenizer, save_tokenizer, token_id
+from scripts.world import Message
+
+LEARNING_RATE = 2e-3
+WARMUP_STEPS = 100
+BATCH_TOKENS = 2560  # of conversations, padding included; the shared system prompt comes on top
+COPYING_ROWS, COPYING_LENGTH = 32, 96
+POOL = 384  # conversations drawn at a time and sorted by length, so that a batch needs little padding
+SAVE_EVERY = 1000  # steps, some minutes
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A part of the recipe: a fixed number of steps with one mix of batches."""
+
+    name: str
+    seed: int
+    steps: int
+    copying_every: int  # 1: only copying
+    anneals: bool  # the learning rate falls to nothing by its end
+
+
+STAGES = (
+    Stage("copying", seed=1, steps=1600, copying_every=1, anneals=False),
+    Stage("tasks", seed=2, steps=9000, copying_every=8, anneals=True),
+)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Token ids [P] before all rows, [B, T], and the wanted next tokens [B, T] or IGNORED."""
+
+    prefix: Tensor
+    tokens: Tensor
+    targets: Tensor
+
+
+def learning_rate(stage: Stage, step: int) -> float:
+    """A short rise, then constant, or half a cosine down to 1 % where the stage anneals."""
+    rise = min(1.0, (step + 1) / WARMUP_STEPS)
+    fall = 0.01 + 0.99 * (1 + cos(pi * step / stage.steps)) / 2 if stage.anneals else 1.0
+    return LEARNING_RATE * rise * fall
+
+
+def longest(progress: float) -> tuple[int, int, float]:
+    """Longest folder, longest trail, share of long tasks at a point (0 to 1) of the tasks stage."""
+    if progress < 0.1:
+        return 2, 3, 0.2
+    if progress < 0.2:
+        return 4, 6, 0.3
+    if progress < 0.35:
+        return 6, 11, 0.3
+    return LONGEST_FOLDER, LONGEST_TRAIL, 0.35
+
+
+def copying_batches(rng: random.Random, tokenizer: Tokenizer) -> Iterator[Batch]:
+    """Endless copying practice over all tokens but the control tokens."""
+    digits = [token_id(tokenizer, str(digit)) for digit in range(10)]
+    tokens = list(range(len(SPECIAL_TOKENS), tokenizer.get_vocab_size()))
+    prefix = torch.tensor([token_id(tokenizer, "<|im_start|>")])
+    while True:
+        yield Batch(prefix, *copying_batch(rng, tokens, digits, COPYING_ROWS, COPYING_LENGTH))
+
+
+def conversation_batches(rng: random.Random, tokenizer: Tokenizer, steps: int) -> Iterator[Batch]:
+    """Endless conversations in batches of like length, each batch behind a system prompt of its own."""
+    made = 0
+    while True:
+        drawn = [draw_conversation(rng, *longest(made / steps)) for _ in range(POOL)]
+        rows = sorted(
+            ((training_row(tokenizer, messages), messages) for messages in drawn),
+            key=lambda row: len(row[0][0]),
+        )
+        groups: list[list[tuple[tuple[list[int], list[bool]], list[Message]]]] = [[]]
+        for row in rows:
+            if (len(groups[-1]) + 1) * len(row[0][0]) > BATCH_TOKENS:
+                groups.append([])
+            groups[-1].append(row)
+        rng.shuffle(groups)
+        for group in groups:
+            used = {call.name for _, messages in group for message in messages for call in message.calls}
+            system = tokenizer.encode(random_system_text(rng, used), add_special_tokens=False).ids
+            width = max(len(ids) for (ids, _), _ in group)
+            pad = token_id(tokenizer, PAD_TOKEN)
+            tokens = torch.tensor([ids + [pad] * (width - len(ids)) for (ids, _), _ in group])
+            counts = torch.tensor(
+                [produced + [False] * (width - len(produced)) for (_, produced), _ in group]
+            )
+            targets = tokens.masked_fill(~counts, IGNORED)
+            yield Batch(torch.tensor(system), tokens[:, :-1], targets[:, 1:])
+            made += 1
+
+
+def train(stage: Stage, model: TinyLlama, tokenizer: Tokenizer, folder: Path) -> None:
+    """Runs one stage, saving the weights into `folder` and printing loss and held-out scores as it goes."""
+    rng = random.Random(stage.seed)
+    copying = copying_batches(rng, tokenizer)
+    conversations = conversation_batches(rng, tokenizer, stage.steps)
+    optimiser = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=0.01, fused=True)
+    started, losses, right = time.monotonic(), [], []
+    for step in range(stage.steps):
+        batch = next(copying if step % stage.copying_every == 0 else conversations)
+        for group in optimiser.param_groups:
+            group["lr"] = learning_rate(stage, step)
+        wanted = batch.targets != IGNORED
+        logits = model.logits(model(batch.prefix, batch.tokens)[wanted])
+        loss = functional.cross_entropy(logits, batch.targets[wanted])
+        optimiser.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimiser.step()
+        if step % stage.copying_every or stage.copying_every == 1:
+            losses.append(loss.item())
+            right.append((logits.argmax(-1) == batch.targets[wanted]).float().mean().item())
+        if (step + 1) % 100 == 0:
+            minutes = (time.monotonic() - started) / 60
+            mean_loss, mean_right = sum(losses) / len(losses), sum(right) / len(right)
+            print(
+                f"{stage.name} {step + 1}: loss {mean_loss:.4f} tokens {mean_right:.4f} {minutes:.1f} min",
+                flush=True,
+            )
+            losses, right = [], []
+        if (step + 1) % SAVE_EVERY == 0 or step + 1 == stage.steps:
+            save(model, folder)
+            if stage.copying_every > 1:
+                print(report_line(score_answers(model, tokenizer, seed=step, tasks=10)), flush=True)
+
+
+def save(model: TinyLlama, folder: Path) -> None:
+    """Writes the weights; a reader sees the old file or the new one."""
+    weights = {name: weight.detach().contiguous() for name, weight in model.state_dict().items()}
+    save_file(weights, folder / "model.safetensors.new", metadata={"format": "pt"})
+    (folder / "model.safetensors.new").chmod(0o644)  # safetensors makes it private
+    (folder / "model.safetensors.new").rename(folder / "model.safetensors")
+
+
+def save_settings(shape: Shape, tokenizer: Tokenizer, folder: Path) -> None:
+    """Writes everything of the model folder but weights and card."""
+    folder.mkdir(parents=True, exist_ok=True)
+    end, pad = token_id(tokenizer, END_TOKEN), token_id(tokenizer, PAD_TOKEN)
+    (folder / "config.json").write_text(json.dumps(shape.config(end, pad), indent=2) + "\n")
+    generation = {"eos_token_id": end, "pad_token_id": pad, "do_sample": False, "max_new_tokens": 1024}
+    (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
+    save_tokenizer(folder)
+    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE.lstrip())
+
+
+def load(folder: Path) -> TinyLlama:
+    """The model of a folder that `save` has written."""
+    model = TinyLlama(Shape())
+    model.load_state_dict(load_file(folder / "model.safetensors"))
+    return model
+
+
+def main() -> None:
+    """Runs the stages in order."""
+    parser = argparse.ArgumentParser(description="Train the embedded model.")
+    parser.add_argument("folder", type=Path, help="model folder to write")
+    parser.add_argument("--stages", nargs="+", default=[stage.name for stage in STAGES], help="stages to run")
+    parser.add_argument(
+        "--start", type=Path, help="model folder to start from, when the first stage is left out"
+    )
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.manual_seed(STAGES[0].seed)
+    tokenizer = build_tokenizer()
+    model = load(options.start) if options.start else TinyLlama(Shape())
+    save_settings(model.shape, tokenizer, options.folder)
+    for stage in STAGES:
+        if stage.name in options.stages:
+            train(stage, model, tokenizer, options.folder)
+
+
+if __name__ == "__main__":
+    main()
