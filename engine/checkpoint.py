@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 EMBEDDED_FOLDER = Path(__file__).parent / "embedded"
-RANDOM_PREFIX = "random:"
 RANDOM_VOCABULARY = 512  # tokens of a random model when there is no tokeniser to fit
 
 

@@ -123,6 +123,11 @@ class Decoder:
         gains_folded_away = 2 * self.config.layers * self.config.hidden
         return sum(matrix.numel() for matrix in matrices) + gains_folded_away
 
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of keys and values, all layers together."""
+        return 2 * self.config.layers * self.config.kv_heads * self.config.head_size * self.dtype.itemsize
+
     def kv_tensors(self, slots: int) -> KvTensors:
         """Room for the keys and values of `slots` tokens."""
         config = self.config

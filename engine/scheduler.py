@@ -17,22 +17,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 
-import torch
-
-from engine.checkpoint import (
-    EMBEDDED_FOLDER,
-    RANDOM_PREFIX,
-    DecoderConfig,
-    ModelError,
-    Weights,
-    random_checkpoint,
-    read_config,
-    read_weights,
-    resolve,
-)
-from engine.kv import BlockPool, OutOfBlocks, Table
+from engine.batch import Batch, Leg, Sequence
+from engine.checkpoint import ModelError
+from engine.kv import BlockPool, OutOfBlocks
+from engine.loading import load
 from engine.messages import (
     Began,
     Command,
@@ -55,82 +44,10 @@ from engine.messages import (
     StopReason,
     Truncate,
 )
-from engine.model import Decoder, Part
-from engine.sampler import Draw, History, has_penalties, sample
+from engine.model import Part
+from engine.sampler import History, has_penalties, sample
 
-REMEMBERED_FAILURES = (
-    65536  # failed sequences whose crossing commands are ignored; far more than can be on their way
-)
-
-
-@dataclass(slots=True, eq=False)
-class Leg:
-    """From the first `Extend` or `Sample` after a stop to the next stop: what to do, and what it has cost."""
-
-    requested_at: float
-    resumed: bool  # there was something in KV before it
-    sample: Sample | None = None
-    stop_tokens: frozenset[int] = frozenset()
-    history: History | None = None
-    began_at: float | None = None
-    announce: bool = True  # the next tokens forwarded are the first of an extension
-    prefilled: int = 0
-    reused: int = 0
-    prefill_seconds: float = 0.0
-    decode_started_at: float = 0.0
-    sampled: int = 0
-
-
-@dataclass(slots=True, eq=False)
-class Sequence:
-    """The engine's side of a conversation."""
-
-    number: int
-    table: Table
-    tokens: list[int] = field(default_factory=list)
-    sampled_spans: list[list[int]] = field(default_factory=list)  # [start, stop) of tokens the model sampled
-    leg: Leg | None = None
-
-    @property
-    def sampling(self) -> bool:
-        """Whether it was told to sample and has not stopped since."""
-        return self.leg is not None and self.leg.sample is not None
-
-    @property
-    def to_prefill(self) -> int:
-        """Tokens to forward now: all that are not in KV, but for the last if there is nothing to sample."""
-        return len(self.tokens) - self.table.length - (not self.sampling)
-
-    def mark_sampled(self, start: int, stop: int) -> None:
-        """Note that the model sampled these tokens."""
-        if self.sampled_spans and self.sampled_spans[-1][1] == start:
-            self.sampled_spans[-1][1] = stop
-        elif stop > start:
-            self.sampled_spans.append([start, stop])
-
-
-@dataclass(slots=True)
-class Batch:
-    """The rows of one forward pass."""
-
-    tokens: list[int] = field(default_factory=list)
-    positions: list[int] = field(default_factory=list)
-    slots: list[int] = field(default_factory=list)
-    parts: list[Part] = field(default_factory=list)
-    logit_rows: list[int] = field(default_factory=list)
-    decoding: list[Sequence] = field(default_factory=list)  # one row each, before all others
-    prefilling: list[tuple[Sequence, int]] = field(default_factory=list)  # with how many rows
-    sampling: list[Sequence] = field(default_factory=list)  # in the order of logit_rows
-
-    def draws(self) -> list[Draw]:
-        """How to choose the next token of each sequence in `sampling`."""
-        draws = []
-        for sequence in self.sampling:
-            leg = sequence.leg
-            assert leg is not None
-            assert leg.sample is not None
-            draws.append(Draw(leg.sample.sampling, len(sequence.tokens), leg.history))
-        return draws
+REMEMBERED_FAILURES = 65536  # failed sequences whose commands may still be on their way: more than can be
 
 
 class Scheduler:
@@ -138,14 +55,13 @@ class Scheduler:
 
     def __init__(self, config: EngineConfig) -> None:
         started = time.monotonic()
+        if min(config.block_size, config.max_batch, config.prefill_chunk) < 1:
+            raise ValueError("block_size, max_batch and prefill_chunk must be at least 1")
         self.config = config
-        device = _device(config.device)
-        dtype = _dtype(config.dtype, device)
-        shape, weights, folder = _load(config.model)
-        self._decoder = Decoder(shape, weights, dtype=dtype, device=device)
-        weights.check_all_taken(shape)
+        self._decoder, folder = load(config)
+        shape = self._decoder.config
         self._max_context = min(config.max_context or shape.max_context, shape.max_context)
-        kv_bytes_per_token = 2 * shape.layers * shape.kv_heads * shape.head_size * dtype.itemsize
+        kv_bytes_per_token = self._decoder.kv_bytes_per_token
         blocks = config.kv_memory // (kv_bytes_per_token * config.block_size)
         if blocks < 1:
             raise ModelError(
@@ -159,8 +75,8 @@ class Scheduler:
             architecture=shape.architecture,
             path="own decoder",
             folder=folder,
-            device=str(device),
-            dtype=str(dtype).removeprefix("torch."),
+            device=str(self._decoder.device),
+            dtype=str(self._decoder.dtype).removeprefix("torch."),
             parameters=self._decoder.parameters,
             vocabulary=shape.vocabulary,
             max_context=self._max_context,
@@ -279,6 +195,9 @@ class Scheduler:
         if number in self._sequences:
             raise ValueError(f"sequence {number} is open already")
 
+    def _are_known(self, tokens: list[int]) -> bool:
+        return 0 <= min(tokens) and max(tokens) < self.info.vocabulary
+
     def _extend(self, sequence: Sequence, command: Extend, now: float) -> None:
         if sequence.sampling:
             raise ValueError(f"sequence {sequence.number} cannot be extended while it is sampling")
@@ -289,9 +208,8 @@ class Scheduler:
             message = f"{length} tokens do not fit into a context of {self._max_context}"
             self._fail(sequence, "context_length_exceeded", message)
             return
-        if min(command.tokens) < 0 or max(command.tokens) >= self.info.vocabulary:
-            message = f"token ids must be in 0 to {self.info.vocabulary - 1}"
-            self._fail(sequence, "engine_error", message)
+        if not self._are_known(command.tokens):
+            self._fail(sequence, "engine_error", f"token ids must be in 0 to {self.info.vocabulary - 1}")
             return
         if command.sampled:
             sequence.mark_sampled(len(sequence.tokens), length)
@@ -304,6 +222,9 @@ class Scheduler:
             raise ValueError(f"sequence {sequence.number} is sampling already")
         if not sequence.tokens:
             raise ValueError(f"sequence {sequence.number} has no tokens to sample after")
+        if command.forced and not self._are_known(command.forced):
+            self._fail(sequence, "engine_error", f"token ids must be in 0 to {self.info.vocabulary - 1}")
+            return
         leg = self._leg(sequence, now)
         leg.sample = command
         leg.stop_tokens = frozenset(command.stop_tokens)
@@ -506,29 +427,3 @@ class Scheduler:
             self._stop(sequence, "stop")
         elif leg.sampled >= leg.sample.max_tokens or length >= self._max_context:
             self._stop(sequence, "length")
-
-
-def _load(model: str) -> tuple[DecoderConfig, Weights, str]:
-    """Shape, weights and folder of what EngineConfig.model names. ModelError if it cannot be used."""
-    if model.startswith(RANDOM_PREFIX):
-        seed = model.removeprefix(RANDOM_PREFIX)
-        if not seed.isdecimal():
-            raise ModelError(f"{model}: the seed of a random model is a number")
-        return *random_checkpoint(int(seed)), str(EMBEDDED_FOLDER)
-    folder = resolve(model)
-    return read_config(folder), read_weights(folder), str(folder)
-
-
-def _device(name: str) -> torch.device:
-    available = torch.cuda.is_available()
-    if name == "cuda" and not available:
-        raise ModelError("there is no CUDA device")
-    return torch.device("cuda" if name == "cuda" or (name == "auto" and available) else "cpu")
-
-
-def _dtype(name: str, device: torch.device) -> torch.dtype:
-    if name == "auto":
-        return torch.float32 if device.type == "cpu" else torch.bfloat16
-    dtype = getattr(torch, name)
-    assert isinstance(dtype, torch.dtype)
-    return dtype

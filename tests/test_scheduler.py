@@ -423,6 +423,24 @@ def test_commands_that_make_no_sense_are_loud(commands: list[Command], error: ty
     engine.check_integrity()
 
 
+@pytest.mark.parametrize("token", [-1, 10**6])
+def test_tokens_that_do_not_exist_fail_their_sequence_alone(token: int) -> None:
+    engine = scheduler()
+    run(engine, Open(1), Extend(1, [1, 2]), Sample(1, GREEDY, 9), steps=2)
+    for number, commands in enumerate(
+        ([Extend(2, [token])], [Extend(3, [1]), Sample(3, GREEDY, 1, (), [1, token])]), 2
+    ):
+        events = run(engine, Open(number), *commands, steps=1)
+        assert only(events, Failed).code == "engine_error"
+        assert kinds(events, 1) == ["Sampled"]
+
+
+@pytest.mark.parametrize("name", ["block_size", "max_batch", "prefill_chunk"])
+def test_a_configuration_that_could_never_work_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="at least 1"):
+        Scheduler(EngineConfig(model="random:1", **{name: 0}))
+
+
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
