@@ -311,6 +311,41 @@ def tokenizer_without(spelling: str) -> str:
     return json.dumps(description)
 
 
+def tokenizer_without_a_byte() -> str:
+    description = json.loads(TOKENIZER)
+    emoji_first_byte = "ð"
+    del description["model"]["vocab"][emoji_first_byte]
+    return json.dumps(description)
+
+
+def tokenizer_that_eats_white_space() -> str:
+    description = json.loads(TOKENIZER)
+    for token in description["added_tokens"]:
+        token["lstrip"] = True
+    return json.dumps(description)
+
+
+def tokenizer_that_takes_texts_whole() -> str:
+    """Any text that is in its vocabulary is that one token, and control tokens are in it."""
+    description = json.loads(TOKENIZER)
+    description["pre_tokenizer"] = {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": True,
+        "use_regex": False,
+    }
+    assert description["model"]["ignore_merges"]
+    assert description["model"]["vocab"]["<|im_end|>"] == END
+    return json.dumps(description)
+
+
+def test_a_control_token_in_the_plain_vocabulary_is_out_of_reach():
+    tokens = Tokens(tokenizer_that_takes_texts_whole())
+    for spelling in tokens.control:
+        assert control_tokens(tokens.encode([spelling])) == []
+        assert tokens.decode(tokens.encode([spelling])) == spelling
+
+
 USER = '"<|im_start|>user\\n" ~ text'
 TOOL = '~ text ~ "\\n</tool_response>'
 UNSOUND_TEMPLATES = {
@@ -337,6 +372,14 @@ UNSOUND_TEMPLATES = {
         changed(TEMPLATE, "(arguments if arguments is string else arguments | tojson)", "arguments | tojson"),
         "as it stands",
     ),
+    "writes calls in another form": (
+        changed(
+            TEMPLATE,
+            '{"name": \' ~ (function.name | tojson) ~ \', "arg',
+            '{"tool": \' ~ (function.name | tojson) ~ \', "arg',
+        ),
+        "not understood",
+    ),
     "has no tool messages": (changed(TEMPLATE, 'message.role == "tool"', "false"), "refuses"),
     "has no custom calls": (changed(TEMPLATE, "call.custom.input", '""'), "sentinel-body"),
     "has no tools": (changed(TEMPLATE, "{%- if tools -%}", "{%- if false -%}"), "sentinel-tool"),
@@ -356,6 +399,8 @@ def test_an_unsound_template_is_refused(tmp_path, template, reason):
     [
         ({"tokenizer": "no JSON"}, "tokenizer cannot be read"),
         ({"tokenizer": changed(TOKENIZER, '"ByteLevel"', '"Fuse"')}, "tokenizer|byte-level"),
+        ({"tokenizer": tokenizer_without_a_byte()}, "loses"),
+        ({"tokenizer": tokenizer_that_eats_white_space()}, "independently"),
         (
             {"tokenizer": tokenizer_without("<tool_call>")},
             "the start of a call is not marked by one control token",
@@ -410,4 +455,8 @@ def test_a_template_is_rendered_as_transformers_renders_it():
     ]
     assert template.render(messages, tools) == ORACLE.apply_chat_template(
         messages, tools=tools, tokenize=False
+    )
+    loose = "{% for message in messages %}\n  {% if true %}\n a\n  {% endif %}\n  {% break %}\n{% endfor %}\n"
+    assert ChatTemplate(loose, {}).render(messages) == ORACLE.apply_chat_template(
+        messages, chat_template=loose, tokenize=False
     )

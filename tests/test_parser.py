@@ -264,6 +264,14 @@ TURNS: dict[str, tuple[str, list[Parsed]]] = {
             TextDelta("<|reserved_3|>\n"),
         ],
     ),
+    "a stray mark after a call": (
+        f"{call('read_file', '{}')}</tool_call>",
+        [*read("{}"), BROKEN, TextDelta("</tool_call>")],
+    ),
+    "cut in a call that has too much white space to be streamed": (
+        f'<tool_call>{" " * 300}{{"name": "read_file", "arguments": {{',
+        [BROKEN, TextDelta(f'<tool_call>{" " * 300}{{"name": "read_file", "arguments": {{')],
+    ),
     "another turn's start": (
         "a<|im_start|>user\nb",
         [TextDelta("a"), BROKEN, TextDelta("<|im_start|>user\nb")],
@@ -286,6 +294,11 @@ def test_arguments_are_given_while_they_are_sampled():
     assert parser.feed(ids_of('"}}')) == [CallDelta('"}')]
     assert parser.feed(ids_of("\n")) == []
     assert parser.feed(ids_of("</tool_call>")) == [CallEnded(True)]
+
+
+@pytest.mark.parametrize("sampled", ["<custom_call>" + "x" * 200, "<tool_call>x", call("unknown", "{")])
+def test_what_cannot_become_a_call_is_text_at_once(sampled):
+    assert any(isinstance(each, TextDelta) for each in DIALECT.parser(TOOLS).feed(ids_of(sampled)))
 
 
 def test_half_a_character_waits():

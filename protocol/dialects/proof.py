@@ -4,7 +4,8 @@ It knows items and chat messages, the dialect's methods and the template. Strate
 which every kind of item follows every other, behind every kind of opening, and texts that are hard in some
 way. The dialect's fragments spelled out must be the template's rendering, and their ids the ids that the
 family's tokenizer gives for it. Each conversation's beginning is a conversation here too, so each item is
-seen to add exactly its fragment. Then, for every control token: its spelling inside a text stays text.
+seen to add exactly its fragment. Then: no text is lost in ids,
+and a control token's spelling stays text.
 """
 
 from __future__ import annotations
@@ -68,8 +69,8 @@ def prove(dialect: Dialect, template: ChatTemplate, tokens: Tokens) -> None:
             tokens, opening + dialect.items(items) + dialect.turn_start(), rendered, "the start of a turn"
         )
     _prove_turn(dialect, tokens)
-    for spelling in tokens.control:
-        _prove_literal(dialect, tokens, spelling)
+    for text in (*_TEXTS, *tokens.control):
+        _prove_text(tokens, text)
 
 
 def _conversations() -> Iterator[list[Item]]:
@@ -136,10 +137,12 @@ def _prove_turn(dialect: Dialect, tokens: Tokens) -> None:
         raise DialectError(f"a call in this template's form is not understood by the parser: {parsed}")
 
 
-def _prove_literal(dialect: Dialect, tokens: Tokens, spelling: str) -> None:
-    ids = dialect.tokenize([f"a{spelling} {spelling}"])
-    if any(token in tokens.spelling for token in ids) or tokens.decode(ids) != f"a{spelling} {spelling}":
-        raise DialectError(f"the text {spelling!r} cannot be written without its control token")
+def _prove_text(tokens: Tokens, text: str) -> None:
+    ids = tokens.encode([text])
+    if any(token in tokens.spelling for token in ids):
+        raise DialectError(f"the tokenizer makes control tokens of the text {text!r}")
+    if tokens.decode(ids) != text:
+        raise DialectError(f"the tokenizer loses some of the text {text!r}")
 
 
 def chat_messages(items: Sequence[Item]) -> list[ChatMessage]:
