@@ -235,6 +235,30 @@ async def test_it_stops_in_order(serve_socket: Any) -> None:
                 assert client.closed.code == 1001
 
 
+async def test_what_the_last_run_says_reaches_the_client() -> None:
+    send_words, receive_words = trio.open_memory_channel[str](1)
+
+    class LastWords(FakeBackend):
+        async def drain(self) -> None:
+            send_words.send_nowait("the last words")
+
+    async def pass_on(socket: Socket, **_: object) -> None:
+        await socket.send("hello")
+        await socket.send(await receive_words.receive())
+        await trio.sleep_forever()
+
+    stop = trio.Event()
+    with trio.fail_after(30):
+        async with trio.open_nursery() as nursery:
+            [address] = await nursery.start(make_server(LastWords(), pass_on).run, stop)
+            async with websocket(
+                await trio.open_tcp_stream("127.0.0.1", int(address.rpartition(":")[2]))
+            ) as client:
+                assert await client.get_message() == "hello"
+                stop.set()
+                assert await client.get_message() == "the last words"
+
+
 async def test_the_grace_period_is_the_longest_it_takes() -> None:
     backend = FakeBackend()
     backend.let_drain = trio.Event()

@@ -166,11 +166,12 @@ async def test_an_upgrade_has_no_body(autojump_clock: Clock) -> None:
 
 
 async def test_frames_that_come_with_the_upgrade_are_not_lost(autojump_clock: Clock) -> None:
-    async with over_memory(make_server()) as stream:
-        client = RawClient(stream)
-        await client.upgrade(early=frames(TextMessage("first"), TextMessage("second")))
-        assert await client.event() == TextMessage("first")
-        assert await client.event() == TextMessage("second")
+    for _ in range(30):  # in whatever order the tasks happen to run
+        async with over_memory(make_server()) as stream:
+            client = RawClient(stream)
+            await client.upgrade(early=frames(TextMessage("first"), TextMessage("second")))
+            assert await client.event() == TextMessage("first")
+            assert await client.event() == TextMessage("second")
 
 
 @given(
@@ -262,6 +263,15 @@ async def test_frames_that_never_make_a_message_are_not_collected(autojump_clock
         assert await client.event() is None
 
 
+async def test_many_messages_are_no_flood(autojump_clock: Clock) -> None:
+    async with over_memory(make_server(max_message=1000)) as stream:
+        client = RawClient(stream)
+        await client.upgrade()
+        for _ in range(100):
+            await stream.send_all(frames(TextMessage("x" * 1000)))
+            assert await client.event() == TextMessage("x" * 1000)
+
+
 def greeting_then(handle: Callable[[Socket], Awaitable[Any]]) -> Callable[..., Awaitable[None]]:
     async def serve(socket: Socket, **_: object) -> None:
         await socket.send(GREETING)
@@ -322,14 +332,28 @@ async def test_a_half_open_peer_is_dropped_at_the_first_missed_pong(autojump_clo
 
 
 async def test_a_peer_that_answers_pings_is_kept(autojump_clock: Clock) -> None:
-    async with (
-        over_memory(make_server(serve_socket=greeting_then(heartbeat))) as stream,
-        websocket(stream) as client,
-    ):
+    server = make_server(serve_socket=greeting_then(heartbeat))
+    async with over_memory(server) as stream, websocket(stream) as client:
         assert await client.get_message() == GREETING
         with trio.move_on_after(70):
             await client.get_message()
         assert client.closed is None
+    # The handler ended with SocketClosed, at the ping after the client had left.
+    assert server.statistics()["server"]["connections_failed_total"] == 0
+
+
+async def test_a_cancelled_handler_leaves_a_socket_that_can_still_be_closed(autojump_clock: Clock) -> None:
+    client, stream = trio.testing.memory_stream_pair()
+    raw = RawClient(client)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(make_server(serve_socket=greeting_then(heartbeat)).serve_stream, stream)
+        await raw.upgrade()
+        nursery.cancel_scope.cancel()
+        with trio.CancelScope(shield=True):
+            assert isinstance(await raw.event(), CloseConnection)
+            await client.send_all(frames(CloseConnection(1001)))
+            assert await raw.event() is None
+    assert trio.current_time() < 1
 
 
 class Stalling(trio.abc.HalfCloseableStream):
