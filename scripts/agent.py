@@ -12,6 +12,7 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"the server's key, if it wants one. Also read: {KEY_VARIABLE}",
     )
     parser.add_argument("--instructions", metavar="TEXT", help="what the model is told before the task")
+    parser.add_argument("--temperature", type=float, metavar="T", help="0: always the likeliest token")
+    parser.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same run")
+    parser.add_argument("--max-output-tokens", type=_positive, metavar="N", help="of the whole run")
     parser.add_argument(
         "--max-calls", type=_positive, default=100, metavar="N", help="%(default)s by default"
     )
@@ -58,45 +62,43 @@ def main(arguments: argparse.Namespace) -> int:
     """Run the agent. Returns the exit code."""
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+    return trio.run(until_signal, run_task, arguments)
+
+
+async def until_signal(job: Callable[..., Awaitable[int]], *arguments: Any) -> int:
+    """Awaits `job(nursery, *arguments)` for its exit code, or cancels it at the first SIGINT or SIGTERM."""
+    exit_code = 1
+
+    async def watch_signals() -> None:
+        nonlocal exit_code
+        with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+            async for number in signals:
+                exit_code = _complain("cancelled", 128 + number)
+                nursery.cancel_scope.cancel()
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(watch_signals)
+        exit_code = await job(nursery, *arguments)
+        nursery.cancel_scope.cancel()
+    return exit_code
+
+
+async def run_task(nursery: trio.Nursery, arguments: argparse.Namespace) -> int:
+    """Runs the task of these arguments, drawing in `nursery`. Says what goes wrong; returns the exit code.
+
+    Cancellation cancels the run on the server.
+    """
     try:
-        workspace = Workspace(arguments.workspace)
+        return await _run_task(nursery, arguments, Workspace(arguments.workspace))
     except OSError as error:
         return _complain(f"--workspace {arguments.workspace}: {error.strerror}", 2)
-    try:
-        return trio.run(_until_signal, arguments, workspace)
     except ConnectionLost as error:
         return _complain(f"{error} (is `fermata serve` running at {arguments.url}?)", 1)
     except (ClientError, ValueError) as error:
         return _complain(str(error), 1)
 
 
-async def _until_signal(arguments: argparse.Namespace, workspace: Workspace) -> int:
-    """Runs the task; the first SIGINT or SIGTERM cancels it, and with it the run on the server."""
-    exit_code = 1
-    failure: ClientError | ValueError | None = None
-
-    async def watch_signals() -> None:
-        nonlocal exit_code
-        with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
-            async for number in signals:
-                exit_code = 128 + number
-                nursery.cancel_scope.cancel()
-
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(watch_signals)
-        try:
-            exit_code = await _run(arguments, workspace, nursery)
-        except (ClientError, ValueError) as error:
-            failure = error
-        nursery.cancel_scope.cancel()
-    if failure is not None:
-        raise failure
-    if exit_code > 128:
-        _complain("cancelled", exit_code)
-    return exit_code
-
-
-async def _run(arguments: argparse.Namespace, workspace: Workspace, nursery: trio.Nursery) -> int:
+async def _run_task(nursery: trio.Nursery, arguments: argparse.Namespace, workspace: Workspace) -> int:
     limiter = trio.CapacityLimiter(PARALLEL_TOOLS)
 
     async def call_tool(name: str, tool_arguments: str) -> str:
@@ -106,6 +108,8 @@ async def _run(arguments: argparse.Namespace, workspace: Workspace, nursery: tri
             )
         return f"error: {name} did not answer within {TOOL_TIMEOUT:g} s"
 
+    names = ("temperature", "seed", "max_output_tokens")
+    sampling = {name: getattr(arguments, name) for name in names}
     started = trio.current_time()
     timeline = Timeline(Console(quiet=arguments.json, highlight=False, emoji=False, markup=False))
     model = arguments.model or await _first_model(arguments)
@@ -121,6 +125,7 @@ async def _run(arguments: argparse.Namespace, workspace: Workspace, nursery: tri
             call_tool=call_tool,
             max_calls=arguments.max_calls,
             watch=timeline.watch,
+            **{name: value for name, value in sampling.items() if value is not None},
         )
     seconds = trio.current_time() - started
     if arguments.json:
