@@ -6,22 +6,27 @@ text is taken apart into calls, the calls are made, and the task's own check jud
 credit for parts.
 """
 
+import argparse
 import json
 import random
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 
+import torch
 from tokenizers import Tokenizer
 
-from scripts.kinds import draw_task_of
-from scripts.tiny_llama import Cache, TinyLlama
+from scripts.kinds import draw_task, draw_task_of
+from scripts.tiny_llama import Cache, TinyLlama, load
 from scripts.tools import TOOLS, Workspace
 from scripts.transcript import GENERATION_PROMPT, message_text, system_text, training_row
-from scripts.vocabulary import END_TOKEN, token_id
-from scripts.world import Message, Task
+from scripts.vocabulary import END_TOKEN, build_tokenizer, token_id
+from scripts.world import Message, Swapped, Task
 
-BUCKETS = ((1, 1), (2, 4), (5, 8), (9, 14), (15, 21))
+Bucket = tuple[int, int]
+BUCKETS: tuple[Bucket, ...] = ((1, 1), (2, 4), (5, 8), (9, 14), (15, 21))
 """Fewest and most calls of the right conversation."""
 
 MAX_TURN_TOKENS = 256  # the longest right turn, four calls or a list of nine names, has under 120
@@ -38,16 +43,16 @@ class Outcome:
     transcript: str
 
 
-Tamper = Callable[[int, str], str]
-"""Changes the n-th result of a conversation, or gives it back as it is."""
+Scores = dict[Bucket, list[Outcome]]
 
 
 def do_task(
-    model: TinyLlama, tokenizer: Tokenizer, task: Task, tamper: Tamper = lambda _, result: result
+    model: TinyLlama, tokenizer: Tokenizer, task: Task, make_workspace: Callable[[], Workspace] | None = None
 ) -> Outcome:
-    """Lets the model do a task in a fresh workspace in memory, greedily; it has twice the calls it needs."""
+    """Lets the model do a task in a new workspace, greedily; it has twice the calls it needs."""
+    make_workspace = make_workspace or task.workspace
     end = token_id(tokenizer, END_TOKEN)
-    workspace = task.workspace()
+    workspace = make_workspace()
     waiting = system_text("", TOOLS) + message_text(Message("user", task.request))
     transcript, cache, calls_made = "", None, 0
     unread: list[int] = []
@@ -61,12 +66,11 @@ def do_task(
         transcript += text + END_TOKEN
         calls = CALL.findall(text)
         if not calls or calls_made > 2 * task.calls:
-            return Outcome(task, text, not calls and task.check(text, workspace), transcript)
-        waiting = "\n"
-        for name, arguments in calls:
-            result = tamper(calls_made, _call(workspace, name, arguments))
-            waiting += message_text(Message("tool", result))
-            calls_made += 1
+            right = not calls and task.check(text, workspace, make_workspace())
+            return Outcome(task, text, right, transcript)
+        results = [_call(workspace, name, arguments) for name, arguments in calls]
+        waiting = "\n" + "".join(message_text(Message("tool", result)) for result in results)
+        calls_made += len(calls)
 
 
 def _turn(model: TinyLlama, unread: list[int], cache: Cache | None, end: int) -> tuple[list[int], Cache]:
@@ -88,15 +92,27 @@ def _call(workspace: Workspace, name_json: str, arguments_json: str) -> str:
         return "error: no such tool"
 
 
-def score_answers(
-    model: TinyLlama, tokenizer: Tokenizer, seed: int, tasks: int
-) -> dict[tuple[int, int], list[Outcome]]:
+def score_answers(model: TinyLlama, tokenizer: Tokenizer, seed: int, tasks: int) -> Scores:
     """`tasks` held-out tasks of each bucket, done freely."""
     rng = random.Random(seed)
     return {
         bucket: [do_task(model, tokenizer, draw_task_of(rng, "held_out", *bucket)) for _ in range(tasks)]
         for bucket in BUCKETS
     }
+
+
+def score_swaps(model: TinyLlama, tokenizer: Tokenizer, seed: int, tasks: int) -> Scores:
+    """The same with one result falsified on the way; right is the answer that follows from it."""
+    rng = random.Random(seed)
+    scores: Scores = {}
+    for bucket in BUCKETS:
+        outcomes = scores[bucket] = []
+        while len(outcomes) < tasks:
+            task = draw_task_of(rng, "held_out", *bucket)
+            make_workspace = partial(Swapped, task.files, rng.randrange(task.calls), rng.randint(1, 999))
+            if task.conversation(make_workspace())[1] != task.conversation()[1]:
+                outcomes.append(do_task(model, tokenizer, task, make_workspace))
+    return scores
 
 
 def score_turns(model: TinyLlama, tokenizer: Tokenizer, tasks: list[Task]) -> dict[str, list[int]]:
@@ -122,10 +138,40 @@ def score_turns(model: TinyLlama, tokenizer: Tokenizer, tasks: list[Task]) -> di
     return scores
 
 
-def report_line(scores: dict[tuple[int, int], list[Outcome]]) -> str:
+def report_line(name: str, scores: Scores) -> str:
     """The scores by number of calls, in one line."""
     parts = []
     for (fewest, most), outcomes in scores.items():
         right = sum(outcome.right for outcome in outcomes)
         parts.append(f"{fewest}-{most} calls {right}/{len(outcomes)}")
-    return "held-out tasks right: " + ", ".join(parts)
+    return f"{name}: " + ", ".join(parts)
+
+
+def main() -> None:
+    """Prints all scores of a model folder."""
+    parser = argparse.ArgumentParser(description="Score the embedded model on held-out tasks, in memory.")
+    parser.add_argument("folder", type=Path, help="model folder")
+    parser.add_argument("--tasks", type=int, default=200, help="for each number of calls, and each score")
+    parser.add_argument("--seed", type=int, default=10**6, help="of the tasks that are drawn")
+    parser.add_argument("--failures", type=int, default=0, help="transcripts of failed tasks to print")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    tokenizer = build_tokenizer()
+    model = load(options.folder)
+    rng = random.Random(options.seed)
+    turns = score_turns(model, tokenizer, [draw_task(rng, "held_out") for _ in range(5 * options.tasks)])
+    print("turns exact: " + ", ".join(f"{kind} {right}/{of}" for kind, (right, of) in sorted(turns.items())))
+    answers = score_answers(model, tokenizer, options.seed, options.tasks)
+    print(report_line("tasks right", answers))
+    print(
+        report_line(
+            "right after a swapped result", score_swaps(model, tokenizer, options.seed, options.tasks)
+        )
+    )
+    failures = [outcome for outcomes in answers.values() for outcome in outcomes if not outcome.right]
+    for outcome in failures[: options.failures]:
+        print(f"\n{outcome.task}\n{outcome.transcript}")
+
+
+if __name__ == "__main__":
+    main()

@@ -11,9 +11,11 @@ prefix through all continuations.
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, cast
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -221,3 +223,10 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x [N, heads, head_dim] turned by its position."""
     first, second = x.chunk(2, -1)
     return x * cos + torch.cat([-second, first], -1) * sin
+
+
+def load(folder: Path) -> TinyLlama:
+    """The model of a folder with model.safetensors, in the default shape."""
+    model = TinyLlama(Shape())
+    model.load_state_dict(load_file(folder / "model.safetensors"))
+    return model

@@ -20,7 +20,7 @@ from math import cos, pi
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn import functional
@@ -29,7 +29,7 @@ from scripts.copying import IGNORED, copying_batch
 from scripts.kinds import draw_conversation
 from scripts.maker import LONGEST_FOLDER, LONGEST_TRAIL
 from scripts.score import report_line, score_answers
-from scripts.tiny_llama import Shape, TinyLlama
+from scripts.tiny_llama import Shape, TinyLlama, load
 from scripts.transcript import CHAT_TEMPLATE, random_system_text, training_row
 from scripts.vocabulary import END_TOKEN, PAD_TOKEN, SPECIAL_TOKENS, build_tokenizer, save_tokenizer, token_id
 from scripts.world import Message
@@ -156,7 +156,10 @@ def train(stage: Stage, model: TinyLlama, tokenizer: Tokenizer, folder: Path) ->
         if (step + 1) % SAVE_EVERY == 0 or step + 1 == stage.steps:
             save(model, folder)
             if stage.copying_every > 1:
-                print(report_line(score_answers(model, tokenizer, seed=step, tasks=10)), flush=True)
+                print(
+                    report_line("held-out tasks right", score_answers(model, tokenizer, seed=step, tasks=10)),
+                    flush=True,
+                )
 
 
 def save(model: TinyLlama, folder: Path) -> None:
@@ -176,13 +179,6 @@ def save_settings(shape: Shape, tokenizer: Tokenizer, folder: Path) -> None:
     (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
     save_tokenizer(folder)
     (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE.lstrip())
-
-
-def load(folder: Path) -> TinyLlama:
-    """The model of a folder that `save` has written."""
-    model = TinyLlama(Shape())
-    model.load_state_dict(load_file(folder / "model.safetensors"))
-    return model
 
 
 def main() -> None:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from scripts.tools import Workspace
+from scripts.tools import MemoryFiles, Workspace
 
 Split = Literal["train", "held_out"]
 
@@ -91,14 +91,41 @@ class Task:
         """Tool calls of the right conversation."""
         return sum(len(message.calls) for message in self.conversation()[0])
 
-    def check(self, final_text: str, workspace: Workspace) -> bool:
-        """Whether `final_text` is right: every fact, no other number, and the files as they should be now."""
-        right = self.workspace()
+    def check(self, final_text: str, workspace: Workspace, right: Workspace | None = None) -> bool:
+        """Whether `final_text` has every fact and no other number, and the files are as they should be now.
+
+        What is right comes from the right conversation in `right`, a fresh workspace if None.
+        """
+        right = right or self.workspace()
         answer = self.conversation(right)[1]
         return states(final_text, answer, self.request) and all(
-            _content(workspace, path) == _content(right, path)
-            for path in right.files.texts  # type: ignore[attr-defined]
+            _content(workspace, path) == _content(right, path) for path in _paths(right, "")
         )
+
+
+class Swapped(Workspace):
+    """A workspace in memory that falsifies one result: the first with a number from call `start` on."""
+
+    def __init__(self, files: dict[str, str], start: int, number: int) -> None:
+        """`start` counts from 0; `number` is what is put in the place of the right one."""
+        super().__init__(MemoryFiles(files))
+        self.calls_before = start
+        self.number = number
+        self.is_swapped = False
+
+    def call(self, name: str, arguments_json: str) -> str:
+        """The answer, falsified if it is this one's turn."""
+        result = super().call(name, arguments_json)
+        falsified = SWAPPABLE.sub(rf"\g<1>{self.number}", result)
+        self.calls_before -= 1
+        if self.is_swapped or self.calls_before >= 0 or falsified == result:
+            return result
+        self.is_swapped = True
+        return falsified
+
+
+SWAPPABLE = re.compile(r"^([\w/.-]+: |.* = )\d+$", re.MULTILINE)
+"""The number that a page holds, or that a calculation comes to."""
 
 
 def states(final_text: str, answer: Answer, request: str) -> bool:
@@ -117,6 +144,12 @@ def _has(text: str, fact: str) -> bool:
 
 def _content(workspace: Workspace, path: str) -> bytes | None:
     return workspace.files.read(path, 1 << 20)[0] if workspace.files.is_file(path) else None
+
+
+def _paths(workspace: Workspace, folder: str) -> list[str]:
+    names = [f"{folder}{name}" for name in workspace.files.names(folder.rstrip("/"))]
+    below = [path for name in names if name.endswith("/") for path in _paths(workspace, name)]
+    return [*(name for name in names if not name.endswith("/")), *below]
 
 
 # Results, read the way the model has to read them.

@@ -1,7 +1,6 @@
 """The embedded model's world: its tasks, its judge, its text and its tokenizer."""
 
 import random
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -40,7 +39,7 @@ from scripts.vocabulary import (
     VOCABULARY_SIZE,
     build_tokenizer,
 )
-from scripts.world import Answer, Message, Task, states
+from scripts.world import Answer, Message, Swapped, Task, states
 
 MODEL_FOLDER = Path(engine.__file__).parent / "embedded"
 KINDS = [*SHORT_KINDS, *LONG_KINDS]
@@ -107,43 +106,20 @@ def test_a_number_has_to_be_there_and_no_other(text, right):
     assert states(text, Answer("The total is 42.", ("42",)), "Add 3 files.") is right
 
 
-def changed(result: str) -> str:
-    """A result with each digit after its last colon or equals sign turned into another."""
-    head, mark, tail = result.rpartition(": " if ": " in result.partition("\n")[0] else "= ")
-    line, rest = tail.partition("\n")[::2]
-    return (
-        head
-        + mark
-        + line.translate(str.maketrans("0123456789", "1234567891"))
-        + ("\n" + rest if rest else "")
-    )
-
-
-class Tampering(Workspace):
-    """A workspace in which one result of the conversation is not what the files say."""
-
-    def __init__(self, task: Task, at: int, change: Callable[[str], str]) -> None:
-        super().__init__(task.workspace().files)
-        self.at, self.change, self.made = at, change, 0
-
-    def call(self, name: str, arguments_json: str) -> str:
-        result = super().call(name, arguments_json)
-        self.made += 1
-        return self.change(result) if self.made == self.at else result
-
-
-def test_the_right_answer_follows_a_changed_result():
+def test_the_right_answer_follows_a_swapped_result():
     followed = 0
-    for seed in range(200):
+    for seed in range(100):
         task = draw_task_of(random.Random(seed), "held_out", 1, 21)
         honest = task.conversation()[0]
-        if not honest[-2].text.rpartition("= ")[2].isdigit() or honest[-2].role != "tool":
-            continue
-        messages, answer = task.conversation(Tampering(task, task.calls, changed))
-        assert messages[-2].text != honest[-2].text
-        assert answer.text != honest[-1].text
-        followed += 1
-    assert followed > 20
+        workspace = Swapped(task.files, seed % task.calls, 6789)
+        messages, answer = task.conversation(workspace)
+        assert workspace.is_swapped == (messages != honest)
+        if workspace.is_swapped and answer.text != honest[-1].text:
+            assert not task.check(honest[-1].text, workspace, Swapped(task.files, seed % task.calls, 6789))
+            assert task.check(answer.text, workspace, Swapped(task.files, seed % task.calls, 6789))
+            assert not task.check(answer.text, workspace)
+            followed += 1
+    assert followed > 40
 
 
 def test_held_out_names_numbers_and_sizes_are_never_trained():
