@@ -97,7 +97,7 @@ class Run:
         """
         with structlog.contextvars.bound_contextvars(response=self.state.id), self._endings():
             await self.prepare()
-            while required := await self.sample():
+            while (required := await self.sample()) is not None:
                 await self.announce(required)
                 await self.absorb()
         await self.finish()
@@ -125,7 +125,7 @@ class Run:
             raise RunEnd(Ending("completed"))
         self._start_leg(tokens)
 
-    async def sample(self) -> list[wire.RequiredInput]:
+    async def sample(self) -> list[wire.RequiredInput] | None:
         """One leg: sample a model turn and show it. Returns what the client owes then; nothing when the run
         is complete.
         """
@@ -145,13 +145,13 @@ class Run:
                 self._start_leg(self._take_messages())
             else:
                 break
-        return state.required if state.phase in (Phase.OWING, Phase.HELD) else []
+        return state.required if state.phase in (Phase.OWING, Phase.HELD) else None
 
     async def announce(self, required: list[wire.RequiredInput]) -> None:
         """Tell the client that the run waits for it: `response.done`."""
         if self.state.phase is Phase.OWING:
-            self._move(Phase.HELD)
             self._emit_done(required, again=False)
+            self._move(Phase.HELD)
 
     async def absorb(self) -> None:
         """Blocks here, KV held, until every result is in the ledger; then the next leg can begin.
