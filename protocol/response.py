@@ -114,7 +114,8 @@ class Run:
             return
         state.leg_work.pre_passes += 1
         tools = () if state.request.tool_choice == "none" else self._tools
-        opening = self._render(lambda: self._dialect.opening(state.request.instructions, tools))
+        instructions = state.request.instructions
+        opening = self._render(lambda: self._dialect.opening(instructions, tools), state.leg_work)
         tokens = await self._take_in(state.input, "input", opening=opening)
         self._check_fits(len(tokens))
         state.turns = count_turns(state.input)
@@ -311,8 +312,7 @@ class Run:
             self.log.refuse(error)
         return Ending("failed", error=wire.ErrorDetail(error.code, error.message))
 
-    def _render(self, render: Callable[[], Fragment]) -> Fragment:
-        work = self.state.leg_work
+    def _render(self, render: Callable[[], Fragment], work: Work) -> Fragment:
         try:
             with work.timed("render"):
                 fragment = render()
@@ -333,7 +333,7 @@ class Run:
         work = self.state.leg_work if work is None else work
         with work.timed("safety_in"):
             items = self._filters.input(items, param)
-        fragment = (opening or []) + self._render(lambda: self._dialect.items(items))
+        fragment = (opening or []) + self._render(lambda: self._dialect.items(items), work)
         length = characters(fragment)
         work.characters_tokenised += length
         with work.timed("tokenise"):
@@ -348,6 +348,8 @@ class Run:
 
     def _start_leg(self, tokens: list[int]) -> None:
         """Everything is in: add the last of it, and what makes the model speak."""
+        if self._closing:
+            raise RunEnd(Ending("incomplete", "shutdown"))
         state = self.state
         self._conversation.add([*tokens, *self._model.turn_start])
         state.leg_start = state.leg_input = len(state.ledger)
