@@ -33,7 +33,7 @@ class Conversation:
 
     def __init__(self, ledger: Ledger, engine: Engine, namespace: str) -> None:
         self.ledger = ledger
-        self.restarts = 0  # times that its sequence was lost and made again
+        self.restarts = 0  # times that its sequence was lost
         self.handed_over = monotonic()  # when tokens were last given to the engine, on its clock
         self._engine = engine
         self._namespace = namespace
@@ -82,20 +82,28 @@ class Conversation:
                 self._sequence = None
                 self.restarts += 1
 
-    async def cut(self, length: int) -> None:
+    async def cut(self, length: int) -> list[Event]:
         """Stop the leg and drop what was sampled beyond `length` tokens of ledger. Waits for at most one
-        engine step.
+        engine step; returns what the engine still had to say.
 
-        Cancelled, it leaves the leg to be released.
+        If the engine dies meanwhile the leg is over too. Cancelled, it leaves the leg to be released.
         """
-        if self._leg is not None and self._sequence is not None:
-            self._sequence.pause()
-        while self._leg is not None:
-            await self.events()
+        events: list[Event] = []
+        sequence = self._sequence
+        if self._leg is not None and sequence is not None:
+            sequence.pause()
+            try:
+                while self._leg is not None:
+                    events += self._record(await sequence.events())
+            except SequenceLost:
+                self._sequence = None
+                self.restarts += 1
+        self._leg = None
         self.ledger.cut(length)
         if self._sequence is not None:
             self._sequence.truncate(length)
             self._sent = length
+        return events
 
     def release(self) -> None:
         """Give the KV back. The ledger stays. Idempotent."""

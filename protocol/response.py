@@ -133,8 +133,11 @@ class Run:
         state = self.state
         while state.phase is Phase.SAMPLING:
             reader = self._begin_reading()
-            self._conversation.begin(self._leg_request())
-            reason = await self._read_leg(reader)
+            if self._has_its_only_call:
+                reason = "stop"
+            else:
+                self._conversation.begin(self._leg_request())
+                reason = await self._read_leg(reader)
             self._end_reading(complete=reason == "stop")
             if reason == "length":
                 raise RunEnd(self._out_of_tokens())
@@ -405,34 +408,26 @@ class Run:
 
     async def _read_leg(self, parser: Parser) -> str:
         """Show what is sampled as it comes. Returns why the leg stopped: `stop` or `length`."""
-        state, work = self.state, self.state.leg_work
-        restarts_before = self._conversation.restarts
         while True:
-            read = len(state.ledger)
-            for event in await self._engine_events():
+            read = len(self.state.ledger)
+            events = await self._engine_events()
+            self._account(events)
+            for event in events:
                 match event:
                     case Sampled(tokens=tokens):
-                        work.tokens_sampled += len(tokens)
                         for token in tokens:
                             read += 1
-                            if self._write(parser.feed([token])):
-                                await self._conversation.cut(read)
+                            self._write(parser.feed([token]))
+                            if self._has_its_only_call:
+                                self._account(await self._conversation.cut(read))
+                                self._show(self._filters.flush())
                                 return "stop"
-                    case Prefilled():
-                        self._account_prefill(event)
                     case Failed(code=code, message=message):
                         raise RequestError(message, status=503, code=ENGINE_ERRORS[code])
-                    case Stopped(reason=reason, decode_seconds=seconds):
-                        work.times_ms.decode += seconds * 1e3
-                        work.engine_restarts += self._conversation.restarts - restarts_before
+                    case Stopped(reason=reason):
                         self._write(parser.finish())
                         self._show(self._filters.flush())
                         return reason
-                    case Began(at=at):
-                        waited = at - self._conversation.handed_over
-                        if waited > 0:  # else these are results that were placed while others were awaited
-                            work.times_ms.queue += waited * 1e3
-                            work.times_ms.first_step += (at - self.received) * 1e3
 
     async def _engine_events(self) -> list[Event]:
         """What the engine has to say. While it says nothing, and nothing else was logged, heartbeats are."""
@@ -440,6 +435,22 @@ class Run:
             with trio.move_on_at(self.log.last_append + self._heartbeat):
                 return await self._conversation.events()
             self._emit(wire.InProgress(response=snapshot.in_progress(self.state, self._model)))
+
+    def _account(self, events: Sequence[Event]) -> None:
+        work = self.state.leg_work
+        for event in events:
+            match event:
+                case Sampled(tokens=tokens):
+                    work.tokens_sampled += len(tokens)
+                case Prefilled():
+                    self._account_prefill(event)
+                case Stopped(decode_seconds=seconds):
+                    work.times_ms.decode += seconds * 1e3
+                case Began(at=at):
+                    waited = at - self._conversation.handed_over
+                    if waited > 0:  # else these are results that were placed while others were awaited
+                        work.times_ms.queue += waited * 1e3
+                        work.times_ms.first_step += (at - self.received) * 1e3
 
     def _account_prefill(self, event: Prefilled) -> None:
         state, work = self.state, self.state.leg_work
@@ -449,8 +460,8 @@ class Run:
         if state.work.legs == 0:  # the first leg is not over
             state.reused_at_start = event.reused
 
-    def _write(self, parsed: Sequence[Parsed]) -> bool:
-        """Show what the parser read. True when a call has ended and the request allows one call a turn."""
+    def _write(self, parsed: Sequence[Parsed]) -> None:
+        """Show what the parser read, and count what is remarkable in it."""
         work = self.state.leg_work
         for each in parsed:
             if isinstance(each, Malformed):
@@ -459,6 +470,10 @@ class Run:
             elif isinstance(each, ReasoningDelta):
                 self.state.leg_reasoning_tokens += 1
         self._show(self._filters.output(parsed))
+
+    @property
+    def _has_its_only_call(self) -> bool:
+        """Whether a call has ended and the request allows one a turn."""
         return self.state.request.parallel_tool_calls is False and bool(self._writer and self._writer.calls)
 
     def _show(self, parsed: Sequence[Parsed]) -> None:
@@ -472,6 +487,8 @@ class Run:
             return
         state = self.state
         self._writer.close(complete=complete)
+        state.leg_work.engine_restarts += self._conversation.restarts
+        self._conversation.restarts = 0
         state.leg_output = len(state.output)
         state.output += self._writer.items
         state.turns += bool(len(state.ledger) > state.leg_start)

@@ -34,9 +34,8 @@ def done(state: RunState, model: Model, *, again: bool) -> wire.Response:
         response.work = work.as_json()
         return response
     response.output = state.output[state.leg_output :]
-    response.usage = _usage(
-        state.leg_input, work.tokens_reused, work.tokens_sampled, state.leg_reasoning_tokens
-    )
+    output_tokens = len(state.ledger) - state.leg_start
+    response.usage = _usage(state.leg_input, work.tokens_reused, output_tokens, state.leg_reasoning_tokens)
     response.work = work.as_json()
     return response
 
@@ -49,9 +48,7 @@ def ended(state: RunState, model: Model) -> wire.Response:
     assert ending is not None
     response = _with_request(_base(state, model, ending.status), state)
     response.output = list(state.output)
-    response.usage = _usage(
-        state.rendered, state.reused_at_start, state.work.tokens_sampled, state.reasoning_tokens
-    )
+    response.usage = _usage(state.rendered, state.reused_at_start, state.sampled, state.reasoning_tokens)
     response.work = state.work.as_json()
     response.error = ending.error
     if ending.reason is not None:

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 
 import pytest
 import structlog
+import trio
 from hypothesis import HealthCheck, Phase, settings
 
 QUICK_EXAMPLES = 20
@@ -45,6 +46,13 @@ def _no_hanging(request: pytest.FixtureRequest) -> Iterator[None]:
     faulthandler.dump_traceback_later(HANGS_AFTER, exit=True, file=request.config.stash[STDERR])
     yield
     faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.fixture(autouse=True)
+def _same_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
+    """trio runs tasks that are ready in a random order: the same one in every test, unless we search."""
+    monkeypatch.setattr(trio._core._run, "_ALLOW_DETERMINISTIC_SCHEDULING", not examples)
+    trio._core._run._r.seed(None if examples else 0)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -32,16 +32,19 @@ import trio
 import trio.testing
 
 import protocol.service
-from engine.handle import InlineEngine
-from engine.messages import EngineConfig
+from engine.handle import EngineUnavailable, InlineEngine
+from engine.messages import EngineConfig, Sampling, Step
 from engine.scheduler import Scheduler
 from protocol.access import LOCAL, Caller
+from protocol.dialects.base import CallDelta, CallEnded, CallStarted, Dialect, Parsed, Parser, TextDelta
 from protocol.dialects.load import load_dialect
+from protocol.models import Model
 from protocol.response import Run
 from protocol.service import Service
 from protocol.settings import Settings
 from protocol.socket import BinaryFrame, Socket, SocketClosed
 from protocol.websocket import serve_connection
+from protocol.wire import Tool
 
 DEADLINE = 20_000.0  # s, of everything in one `serving` block: longer than any timeout of the server
 KV_MEMORY = 1 << 24  # bytes: 32768 tokens of the tiny model
@@ -261,26 +264,43 @@ class Peer:
 # ---- the service
 
 
+class StoppableScheduler(Scheduler):
+    """A scheduler that can be told to do nothing for a while, as one that is busy with others."""
+
+    is_stopped = False
+
+    @property
+    def has_work(self) -> bool:
+        return not self.is_stopped and super().has_work
+
+    def step(self) -> Step:
+        return Step([], self.statistics()) if self.is_stopped else super().step()
+
+
 class Bench:
     """A running service, its engine, and the clients of it."""
 
-    def __init__(
-        self, service: Service, engine: InlineEngine, schedulers: list[Scheduler], nursery: trio.Nursery
-    ) -> None:
-        self.service = service
-        self.engine = engine
-        self.schedulers = schedulers  # one a life of the engine
-        self._nursery = nursery
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        self.engine = InlineEngine(self._make_scheduler)
+        self.schedulers: list[StoppableScheduler] = []  # one a life of the engine
+        self.service: Service  # set before anyone else sees this
+        self.nursery: trio.Nursery  # too
+        self._is_broken = False
 
     @property
-    def scheduler(self) -> Scheduler:
+    def scheduler(self) -> StoppableScheduler:
         """The one that works, or will work when the engine is back."""
         return self.schedulers[-1]
 
     @property
     def runs(self) -> list[Run]:
-        """Those that have not ended."""
+        """Those that have not ended, in the order of their creation."""
         return list(self.service._runs.values())
+
+    def model(self, model_id: str) -> Model:
+        """One of the models that are offered."""
+        return self.service._models[model_id]
 
     def connect(self, *, prototype: bool = False, caller: Caller = LOCAL) -> Peer:
         """A new client with a connection of its own, served as the server's edge serves it."""
@@ -300,8 +320,24 @@ class Bench:
             finally:
                 await socket.aclose(code, reason)
 
-        self._nursery.start_soon(serve)
+        self.nursery.start_soon(serve)
         return Peer(socket)
+
+    @contextmanager
+    def engine_stopped(self) -> Iterator[None]:
+        """In this block the engine takes commands and does nothing about them, so that a clock can move."""
+        scheduler = self.scheduler
+        scheduler.is_stopped = True
+        try:
+            yield
+        finally:
+            scheduler.is_stopped = False
+            self.engine.open().release()  # wakes it
+
+    def lose_engine_for_good(self) -> None:
+        """The engine dies, and there will be no other."""
+        self._is_broken = True
+        self.engine.crash()
 
     async def settle(self) -> None:
         """Wait until nothing moves any more: held runs wait, the engine is idle, everything is sent."""
@@ -323,41 +359,85 @@ class Bench:
         assert statistics.sequences_running == statistics.sequences_held == 0
         assert statistics.blocks_running == statistics.blocks_held == 0
 
+    def _make_scheduler(self) -> StoppableScheduler:
+        if self._is_broken:
+            raise EngineUnavailable("broken by a test")
+        self.schedulers.append(StoppableScheduler(self.config))
+        return self.scheduler
+
 
 @asynccontextmanager
 async def serving(
-    scripts: Mapping[str, Script] | None = None,
-    *,
-    engine_config: Json | None = None,
-    make_scheduler: Callable[[EngineConfig], Scheduler] = Scheduler,
-    **settings: Any,
+    scripts: Mapping[str, Script] | None = None, *, engine: Json | None = None, **settings: Any
 ) -> AsyncIterator[Bench]:
-    """A service that is ready. Its models are "random", the tiny model speaking for itself, and
-    "forced:NAME" for each script.
+    """A service that is ready. Its models are "random", the tiny model speaking for itself; "calling", the
+    same as `CallingDialect` hears it; and "forced:NAME" for each script.
 
-    `engine_config` changes fields of EngineConfig (`max_context`, `kv_memory`, `prefill_chunk`, ...). Leaving
-    the block cancels whatever is left. Everything in it is under `DEADLINE`.
+    `engine` changes fields of EngineConfig (`max_context`, `kv_memory`, `prefill_chunk`, ...), `settings`
+    those of Settings. Leaving the block cancels whatever is left. Everything in it is under `DEADLINE`.
     """
-    config = EngineConfig(**{"model": "random:1", "kv_memory": KV_MEMORY, **(engine_config or {})})
-    schedulers: list[Scheduler] = []
-
-    def make() -> Scheduler:
-        schedulers.append(make_scheduler(config))
-        return schedulers[-1]
-
-    engine = InlineEngine(make)
+    bench = Bench(EngineConfig(**{"model": "random:1", "kv_memory": KV_MEMORY, **(engine or {})}))
     with tempfile.TemporaryDirectory() as folder:
         files = write_scripts(Path(folder), scripts or {})
-        service = Service(Settings(scripts=files, model=RANDOM_MODEL, **settings), engine)
-    async with trio.open_nursery() as nursery:
+        bench.service = Service(Settings(scripts=files, model=RANDOM_MODEL, **settings), bench.engine)
+    async with trio.open_nursery() as bench.nursery:
         with clock_stands_still(), patch.object(protocol.service, "load_dialect", cached_dialect):
-            await nursery.start(service.run)
-            while service.health()[0] != 200:
-                assert service.health()[1]["status"] != "failed", service.health()
+            await bench.nursery.start(bench.service.run)
+            while bench.service.health()[0] != 200:
+                assert bench.service.health()[1]["status"] != "failed", bench.service.health()
                 await trio.lowlevel.checkpoint()
+        model = bench.model(RANDOM_MODEL)
+        bench.service._models["calling"] = Model(
+            "calling", model.info, CallingDialect(model.dialect), defaults=Sampling(temperature=1.0)
+        )
         with trio.fail_after(DEADLINE):
-            yield Bench(service, engine, schedulers, nursery)
-        nursery.cancel_scope.cancel()
+            yield bench
+        bench.nursery.cancel_scope.cancel()
+
+
+async def turns(count: int) -> None:
+    """Let the event loop go round this many times: about as many steps of an engine that works."""
+    for _ in range(count):
+        await trio.lowlevel.checkpoint()
+
+
+class CallingDialect:
+    """What a random model says, heard as words and calls: every twelfth token of a turn is a call to
+    `read_file`, one in 64 of all there are ends the turn. All else is the real dialect's.
+    """
+
+    CALL_EVERY = 12
+    STOP_EVERY = 64
+
+    def __init__(self, dialect: Dialect) -> None:
+        self._dialect = dialect
+        self.stop_tokens = (*dialect.stop_tokens, *range(100, 1024, self.STOP_EVERY))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._dialect, name)
+
+    def parser(self, tools: Sequence[Tool]) -> Parser:
+        return CallingParser()
+
+
+class CallingParser:
+    """Reads one turn of a `CallingDialect`."""
+
+    def __init__(self) -> None:
+        self._count = 0
+
+    def feed(self, tokens: Sequence[int]) -> list[Parsed]:
+        parsed: list[Parsed] = []
+        for token in tokens:
+            self._count += 1
+            if self._count % CallingDialect.CALL_EVERY:
+                parsed.append(TextDelta(f"{token} "))
+            else:
+                parsed += [CallStarted("read_file"), CallDelta(f'{{"path":"{token}"}}'), CallEnded(True)]
+        return parsed
+
+    def finish(self) -> list[Parsed]:
+        return []
 
 
 @cache
