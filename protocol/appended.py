@@ -36,13 +36,16 @@ def is_echo(item: wire.Item, output: wire.OutputItem) -> bool:
 
 
 def sort_appended(
-    items: Sequence[wire.Item], required: Sequence[wire.RequiredInput]
+    items: Sequence[wire.Item], required: Sequence[wire.RequiredInput], first: int = 0
 ) -> tuple[list[wire.ToolOutput], list[wire.Message]]:
-    """Results and messages of an append, each checked against what the run waits for. Raises RequestError."""
+    """Results and messages of an append, each checked against what the run waits for. Raises RequestError.
+
+    `first` is what the client counts the first of them as.
+    """
     expected = {each.call_id: each.type for each in required}
     results: list[wire.ToolOutput] = []
     messages: list[wire.Message] = []
-    for index, item in enumerate(items):
+    for index, item in enumerate(items, first):
         at = f"input[{index}]"
         match item:
             case wire.FunctionCallOutput() | wire.CustomToolCallOutput():

@@ -231,8 +231,9 @@ class Run:
                 return self._acknowledge(acknowledge)
             with work.timed("validate"):
                 work.items_validated += len(items)
-                items = drop_echoes(items, state.output[state.leg_output :])
-                results, messages = sort_appended(items, state.required)
+                new_items = drop_echoes(items, state.output[state.leg_output :])
+                echoes = len(items) - len(new_items)
+                results, messages = sort_appended(new_items, state.required, echoes)
             tokens = {item.call_id: await self._take_in([item], "input", work=work) for item in results}
             message_tokens = await self._take_in(messages, "input", work=work) if messages else []
             if state.phase not in (Phase.SAMPLING, Phase.OWING, Phase.HELD):
@@ -257,8 +258,9 @@ class Run:
         """Take more input from the user, as `append` does; answered by `response.steer.accepted`. Raises
         RequestError.
         """
-        if not items or not all(isinstance(item, wire.Message) and item.role == "user" for item in items):
-            raise RequestError("Steering takes messages of the user, at least one.", param="input")
+        messages = [item for item in items if isinstance(item, wire.Message) and item.role == "user"]
+        if len(messages) < len(items) or not any(wire.item_text(message) for message in messages):
+            raise RequestError("Steering takes messages of the user, with text.", param="input")
         steer = wire.SteerRef(previous_response_id=self.state.id, id=f"steer_{secrets.token_hex(16)}")
         await self.append(
             items,
