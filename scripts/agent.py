@@ -176,10 +176,9 @@ def as_json(result: AgentResult, seconds: float) -> dict[str, Any]:
 
 
 def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise ValueError(text)
-    return number
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number above 0")
+    return int(text)
 
 
 def _complain(message: str, exit_code: int) -> int:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import json
 import signal
-import subprocess
 import sys
 import unicodedata
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,19 @@ import pytest
 import trio
 import trio.testing
 from fake_responses import Peer, ScriptedLeg, peer_over, serve_script
+from harness import Bench, call, said, serving
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
 from protocol.agent import AgentResult, Call, Leg, Tokens, run_agent
 from protocol.client import Connection, ConnectionLost, ServerError, connect
+from protocol.server import Server
+from protocol.settings import Settings
+from protocol.websocket import serve_connection
+from scripts import agent, cli
 from scripts.timeline import Timeline, arguments, duration, one_line, printable
+from scripts.tools import TOOLS, Workspace
 
 ROOT = Path(__file__).parent.parent
 URL = "ws://fake.test/v1/responses"
@@ -393,15 +400,6 @@ async def test_the_command_works_in_its_folder_and_prints_plain_lines(folder):
     assert b"\x1b" not in done.stdout
 
 
-async def test_the_command_prints_json(folder):
-    async with tcp_server(LEGS) as (url, _received):
-        done = await trio.run_process(command(folder, url, "--json"), capture_stdout=True, cwd=ROOT)
-    told = json.loads(done.stdout)
-    assert (told["status"], told["answer"]) == ("completed", "The total is 42.")
-    assert [leg["tokens_kept"] for leg in told["legs"]] == [0, 318, 378]
-    assert told["legs"][1]["calls"][1]["output"] == "oak/fern.txt: 25\nnext: none"
-
-
 async def test_ctrl_c_cancels_the_run_and_exits_with_130(folder):
     begun = trio.Event()
     frames: list[str] = []
@@ -430,25 +428,144 @@ async def test_ctrl_c_cancels_the_run_and_exits_with_130(folder):
     assert (process.returncode, frames) == (130, ["response.cancel"])
 
 
+async def run_command(folder: Path, url: str, *options: str) -> int:
+    """The exit code of `fermata agent`, run in this process."""
+    parser = argparse.ArgumentParser()
+    agent.add_arguments(parser)
+    with trio.fail_after(60):
+        async with trio.open_nursery() as nursery:
+            exit_code = await agent.run_task(nursery, parser.parse_args(command(folder, url, *options)[4:]))
+            nursery.cancel_scope.cancel()
+    return exit_code
+
+
+async def test_the_command_prints_json(folder, capsys):
+    async with tcp_server(LEGS) as (url, received):
+        assert (
+            await run_command(folder, url, "--json", "--temperature", "0", "--instructions", "Be brief.") == 0
+        )
+    told = json.loads(capsys.readouterr().out)
+    assert (told["status"], told["answer"]) == ("completed", "The total is 42.")
+    assert [leg["tokens_kept"] for leg in told["legs"]] == [0, 318, 378]
+    assert told["legs"][1]["calls"][1]["output"] == "oak/fern.txt: 25\nnext: none"
+    assert (received[0]["temperature"], received[0]["instructions"]) == (0, "Be brief.")
+    assert "seed" not in received[0]
+
+
 @pytest.mark.parametrize(
     ("options", "exit_code", "complaint"),
     [
         (["--max-calls", "1"], 1, ""),
-        (["--max-calls", "0"], 2, "--max-calls"),
         (["--workspace", "/nowhere/at/all"], 2, "--workspace /nowhere/at/all: No such file"),
         (["--url", "http://127.0.0.1:1"], 1, "not a ws://"),
         (["--url", "ws://127.0.0.1:1/v1/responses"], 1, "Cannot connect to 127.0.0.1:1"),
     ],
 )
-async def test_other_ends_have_other_exit_codes(folder, options, exit_code, complaint):
+async def test_other_ends_have_other_exit_codes(folder, capsys, options, exit_code, complaint):
     async with tcp_server(LEGS) as (url, _received):
-        done = await trio.run_process(
-            command(folder, url, *options),
-            check=False,
-            capture_stderr=True,
-            stdout=subprocess.DEVNULL,
-            cwd=ROOT,
+        assert await run_command(folder, url, *options) == exit_code
+    said = capsys.readouterr().err
+    assert complaint in said
+    assert said.count("\n") == bool(complaint)
+
+
+def test_wrong_options_are_refused_in_one_line(tmp_path, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["agent", "--workspace", str(tmp_path), "--max-calls", "0", "Add."])
+    assert capsys.readouterr().err == "fermata agent: argument --max-calls: 0 is not a whole number above 0\n"
+
+
+# ---- the real server ---------------------------------------------------------------------------------------
+
+REAL_LEGS = [
+    [call("list_files", folder="oak")],
+    [said("Both at once."), call("read_file", path="oak/elm.txt"), call("read_file", path="oak/fern.txt")],
+    [call("write_file", path="oak/sum.txt", text="42")],
+    [said("The total is 42.")],
+]
+
+
+@asynccontextmanager
+async def real_server(bench: Bench) -> AsyncIterator[Connection]:
+    """A connection to the real server: its edge, its service and an engine, over streams in memory."""
+    ours, theirs = trio.testing.memory_stream_pair()
+    edge = Server(Settings(), bench.service, partial(serve_connection, service=bench.service))
+    bench.nursery.start_soon(edge.serve_stream, theirs)
+    async with connect("ws://127.0.0.1:8765/v1/responses", stream=ours) as connection:
+        yield connection
+
+
+async def test_real_tools_through_the_real_server(autojump_clock, folder):
+    workspace = Workspace(folder)
+
+    async def call_tool(name: str, arguments: str) -> str:
+        return workspace.call(name, arguments)
+
+    async with serving({"sum": REAL_LEGS}) as bench, real_server(bench) as connection:
+        result = await run_agent(
+            connection,
+            model="forced:sum",
+            instructions="Use the tools.",
+            tools=TOOLS,
+            task="Add up all numbers in oak. Write it to oak/sum.txt.",
+            call_tool=call_tool,
         )
-    assert done.returncode == exit_code
-    assert complaint in done.stderr.decode()
-    assert done.stderr.count(b"\n") <= 1
+    assert (result.status, result.answer) == ("completed", "The total is 42.")
+    assert (folder / "oak" / "sum.txt").read_text() == "42"
+    assert [call.output for call in result.calls][1:3] == [
+        "oak/elm.txt: 17\nnext: oak/fern.txt",
+        "oak/fern.txt: 25\nnext: none",
+    ]
+    assert result.legs[1].text.strip() == "Both at once."
+    work = result.work
+    assert (work["legs"], work["pre_passes"], work["post_passes"]) == (4, 1, 1)
+    told = Tokens(work["tokens_sampled"], work["tokens_prefilled"], work["tokens_reused"])
+    assert result.tokens == told
+    for before, after in pairwise(leg.tokens for leg in result.legs):
+        in_kv = (
+            before.kept + before.prefilled + before.sampled - 1
+        )  # the last token is forwarded with the next
+        assert after.kept == in_kv
+
+
+async def test_a_cancelled_agent_leaves_nothing_on_the_real_server(autojump_clock):
+    async with serving({"sum": REAL_LEGS}) as bench, real_server(bench) as connection:
+        with trio.move_on_after(5):
+            await run_agent(
+                connection,
+                model="forced:sum",
+                instructions=None,
+                tools=TOOLS,
+                task="Add.",
+                call_tool=never_answer,
+            )
+        assert trio.current_time() < 6
+        await bench.check_nothing_is_left()
+
+
+async def test_the_real_server_refuses_an_unknown_model(autojump_clock):
+    async with serving() as bench, real_server(bench) as connection:
+        with pytest.raises(ServerError, match="model_not_found"):
+            await run(connection, say_name)
+
+
+async def test_three_agents_on_one_connection_to_the_real_server(autojump_clock, folder):
+    workspace = Workspace(folder)
+    results: list[AgentResult] = []
+
+    async def one() -> None:
+        async def call_tool(name: str, arguments: str) -> str:
+            return workspace.call(name, arguments)
+
+        task = {"model": "forced:sum", "instructions": None, "tools": TOOLS, "task": "Add."}
+        results.append(await run_agent(connection, call_tool=call_tool, **task))
+
+    async with (
+        serving({"sum": REAL_LEGS}) as bench,
+        real_server(bench) as connection,
+        trio.open_nursery() as nursery,
+    ):
+        for _ in range(3):
+            nursery.start_soon(one)
+    assert [result.answer for result in results] == ["The total is 42."] * 3
+    assert len({result.response_id for result in results}) == 3
