@@ -12,7 +12,7 @@ import trio.testing
 from fake_responses import Peer, function_call, peer_over, required, response
 from trio_websocket import ConnectionClosed, wrap_server_stream
 
-from protocol import client
+from protocol import client, client_run
 from protocol.client import Connection, ConnectionLost, Run, ServerError, connect
 from protocol.views import Event, decode_event
 
@@ -292,7 +292,7 @@ async def test_leaving_a_run_cancels_it_and_the_connection_goes_on(autojump_cloc
                 await trio.sleep_forever()
         assert (await peer.receive())["type"] == "response.cancel"
         assert not run.over  # the peer never answered; leaving took the goodbye's deadline and no longer
-        assert trio.current_time() == pytest.approx(5 + client.GOODBYE_TIMEOUT, abs=0.1)
+        assert trio.current_time() == pytest.approx(5 + client_run.GOODBYE_TIMEOUT, abs=0.1)
         await started(connection, peer, "resp_2")
 
 
@@ -319,13 +319,13 @@ async def test_a_cancelled_connection_still_says_goodbye(autojump_clock):
 
 
 async def test_a_run_that_nobody_reads_is_given_up_and_the_others_go_on(autojump_clock, monkeypatch):
-    monkeypatch.setattr(client, "INBOX", 8)
+    monkeypatch.setattr(client_run, "INBOX", 8)
     async with connected() as (connection, peer):
         unread, read = await started(connection, peer, "resp_1"), await started(connection, peer, "resp_2")
         async with trio.open_nursery() as nursery:
             nursery.start_soon(peer.text, unread.lane, "word " * 20)
             await until(read, "response.in_progress")
-            await trio.sleep(client.STALL_TIMEOUT + 1)
+            await trio.sleep(client_run.STALL_TIMEOUT + 1)
             frame = await peer.receive()
             assert (frame["type"], frame["response_id"]) == ("response.cancel", "resp_1")
         await peer.send("response.completed", read.lane, response=response("resp_2", "completed"))
