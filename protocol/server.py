@@ -32,12 +32,10 @@ from protocol.socket import SocketClosed, open_socket
 
 # The beta header of the only clients that speak the prototype's `response.append` and nothing newer.
 PROTOTYPE_BETA = "responses_websockets=2026-02-04"
-QUIET_ROUTES = frozenset(
-    {"/healthz", "/metrics"}
-)  # asked every few seconds by machines: not worth a line each
-LAST_FRAMES = (
-    0.1  # s between the end of the last run and the closing of sockets, for what their writers still hold
-)
+# Asked every few seconds by machines: not worth a line each.
+QUIET_ROUTES = frozenset({"/healthz", "/metrics"})
+LAST_FRAMES = 0.1  # s from the end of the last run to that of its connection, for what the writer still holds
+REFUSAL_TIMEOUT = 1.0  # s to take a refusal, for which a fresh socket has room
 
 log = structlog.get_logger()
 
@@ -114,7 +112,7 @@ class Server:
             await self._backend.drain()
         if scope.cancelled_caught:
             log.warning("grace_exceeded", grace_seconds=self._settings.grace)
-        if self._open_sockets:
+        if self._open_connections:
             await trio.sleep(LAST_FRAMES)
 
     async def serve_stream(self, stream: trio.abc.HalfCloseableStream) -> None:
@@ -143,10 +141,7 @@ class Server:
         reply = error_reply(
             overloaded("This server has as many connections as it takes. Please try again in 1s.")
         )
-        with trio.move_on_after(
-            1
-        ):  # a fresh socket has room for this: a peer for whom it has none is not helped
-            await HttpConnection(stream).send(reply, timeout=1, close=True)
+        await HttpConnection(stream).send(reply, timeout=REFUSAL_TIMEOUT, close=True)
 
     async def _serve_requests(self, stream: trio.abc.HalfCloseableStream, connection_id: str) -> None:
         http = HttpConnection(stream)
