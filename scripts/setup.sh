@@ -14,14 +14,15 @@ die() {
 
 # The first interpreter that is new enough.
 find_python() {
-    local candidate
-    for candidate in ${PYTHON:-python3 python3.14 python3.13 python3.12 python3.11 python}; do
-        if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+    local candidate candidates=(python3 python3.14 python3.13 python3.12 python3.11)
+    [[ -z ${PYTHON:-} ]] || candidates=("$PYTHON")
+    for candidate in "${candidates[@]}"; do
+        if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; then
             command -v "$candidate"
             return
         fi
     done
-    die "Python 3.11 or newer is needed; found: $(${PYTHON:-python3} --version 2>&1 || true)." \
+    die "Python 3.11 or newer is needed; found: $("${PYTHON:-python3}" --version 2>/dev/null || echo none)." \
         "Set PYTHON to a newer interpreter if there is one."
 }
 
