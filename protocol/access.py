@@ -74,10 +74,8 @@ class Access:
         scheme, _, key = authorization.partition(" ")
         presented = _digest(key.strip()) if scheme.lower() == "bearer" else b""
         found = None
-        for digest, caller in self._callers.items():
-            if hmac.compare_digest(
-                digest, presented
-            ):  # no early exit: the time must not tell which key was near
+        for digest, caller in self._callers.items():  # to the end: the time must not tell which key was near
+            if hmac.compare_digest(digest, presented):
                 found = caller
         if found is None:
             raise RequestError(
