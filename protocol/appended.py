@@ -62,11 +62,26 @@ def sort_appended(
     return results, messages
 
 
+def check_history(items: Sequence[wire.Item]) -> None:
+    """Every result in a history comes after its call. Raises RequestError."""
+    calls: set[str] = set()
+    for index, item in enumerate(items):
+        if isinstance(item, wire.ToolCall):
+            calls.add(item.call_id)
+        elif isinstance(item, wire.ToolOutput) and item.call_id not in calls:
+            raise _no_such_call(item, f"input[{index}]")
+
+
+def _no_such_call(item: wire.ToolOutput, at: str) -> RequestError:
+    call_id = item.call_id[: wire.MAX_SHOWN]
+    return RequestError(
+        f"No tool call found for function call output with call_id {call_id}.", param=f"{at}.call_id"
+    )
+
+
 def _check_result(item: wire.ToolOutput, expected: str | None, at: str) -> None:
     if expected is None:
-        raise RequestError(
-            f"No tool call found for function call output with call_id {item.call_id}.", param=f"{at}.call_id"
-        )
+        raise _no_such_call(item, at)
     if wire.item_type(item) != expected:
         raise RequestError(f"Call {item.call_id} takes an item of type {expected}.", param=f"{at}.type")
     if item.status == "in_progress":

@@ -39,6 +39,11 @@ def context_too_long(tokens: int, limit: int) -> RequestError:
     )
 
 
+def nested_too_deeply() -> RequestError:
+    """JSON whose nesting is deeper than the stack."""
+    return RequestError("The JSON is nested too deeply.", code="invalid_json")
+
+
 def overloaded(message: str) -> RequestError:
     """The server has no room for this now."""
     return RequestError(message, status=503, type="server_error", code="server_is_overloaded")

@@ -1,5 +1,4 @@
-"""A run: one Response being made. The loop of `Run.run` is the project in five lines; the rest of this file
-is its stages.
+"""A run: one Response being made. `Run.run` is the project in five lines; its stages are the rest.
 
 It knows items, events, tokens and the engine, and nothing of sockets: whoever looks at a run reads its event
 log, whoever answers it calls `append`. A run outlives the connection it came by, so its task lives in the
@@ -29,7 +28,7 @@ from protocol import snapshot, wire
 from protocol.appended import count_turns, drop_echoes, sort_appended
 from protocol.conversation import Conversation, LegRequest
 from protocol.dialects.base import Fragment, Malformed, Parsed, Parser, ReasoningDelta, RenderingError
-from protocol.errors import RequestError, context_too_long, overloaded, server_error
+from protocol.errors import RequestError, context_too_long, nested_too_deeply, overloaded, server_error
 from protocol.filters import Filters
 from protocol.items import ItemWriter
 from protocol.log import EventLog
@@ -40,9 +39,8 @@ if TYPE_CHECKING:
     from engine.handle import Engine
     from protocol.models import Model
 
-TOKENISE_IN_THREAD = (
-    16_384  # characters; a longer text takes over a millisecond, which the event loop should not lose
-)
+# Characters. Tokenising more takes over a millisecond, which the event loop should not lose.
+TOKENISE_IN_THREAD = 16_384
 
 log: structlog.stdlib.BoundLogger = structlog.get_logger("protocol.response")
 
@@ -102,13 +100,10 @@ class Run:
                 await self.absorb()
         await self.finish()
 
-    # ---- stages
-    # ------------------------------------------------------------------------------------------------
+    # ---- stages ----
 
     async def prepare(self) -> None:
-        """Once: filter, render, tokenise and (by adding to the conversation) begin to prefill what the client
-        sent.
-        """
+        """Once: filter, render and tokenise what the client sent, and let its prefill begin."""
         state = self.state
         if state.phase is not Phase.PREPARING:
             return
@@ -127,9 +122,7 @@ class Run:
         self._start_leg(tokens)
 
     async def sample(self) -> list[wire.RequiredInput] | None:
-        """One leg: sample a model turn and show it. Returns what the client owes then; nothing when the run
-        is complete.
-        """
+        """One leg, shown as it is sampled. Returns what the client owes then; nothing when all is said."""
         state = self.state
         while state.phase is Phase.SAMPLING:
             reader = self._begin_reading()
@@ -204,8 +197,7 @@ class Run:
         )
         self._move(Phase.ENDED)
 
-    # ---- what comes from outside while the run goes on
-    # -----------------------------------------------------------
+    # ---- what comes from outside while the run goes on ----
 
     async def append(
         self,
@@ -227,6 +219,7 @@ class Run:
         state = self.state
         await self._prepared.wait()
         async with self._appending:
+            self._check_takes_input()
             if event_id is not None and event_id in state.event_ids:
                 return self._acknowledge(acknowledge)
             with work.timed("validate"):
@@ -236,8 +229,7 @@ class Run:
                 results, messages = sort_appended(new_items, state.required, echoes)
             tokens = {item.call_id: await self._take_in([item], "input", work=work) for item in results}
             message_tokens = await self._take_in(messages, "input", work=work) if messages else []
-            if state.phase not in (Phase.SAMPLING, Phase.OWING, Phase.HELD):
-                raise nothing_to_append_to(state.id)
+            self._check_takes_input()  # it may have ended meanwhile
             self._check_fits(
                 len(state.ledger)
                 + sum(map(len, [*state.arrived.values(), *state.messages, *tokens.values()]))
@@ -255,9 +247,7 @@ class Run:
             return self._acknowledge(acknowledge)
 
     async def steer(self, items: Sequence[wire.Item]) -> None:
-        """Take more input from the user, as `append` does; answered by `response.steer.accepted`. Raises
-        RequestError.
-        """
+        """As `append`, for messages of the user; answered by `response.steer.accepted`."""
         messages = [item for item in items if isinstance(item, wire.Message) and item.role == "user"]
         if len(messages) < len(items) or not any(wire.item_text(message) for message in messages):
             raise RequestError("Steering takes messages of the user, with text.", param="input")
@@ -281,14 +271,11 @@ class Run:
             self._interrupted = reason
             self._scope.cancel()
 
-    # ---- the parts of stages
-    # ---------------------------------------------------------------------------------------
+    # ---- the parts of stages ----
 
     @contextmanager
     def _endings(self) -> Iterator[None]:
-        """Turns every way in which a run can end into `state.ending`. Cancellation from outside passes
-        through.
-        """
+        """Turns every way to end into `state.ending`. Cancellation from outside passes through."""
         ending = self.state.ending
         try:
             with self._scope:
@@ -323,6 +310,8 @@ class Run:
                 fragment = render()
         except RenderingError as error:
             raise RequestError(str(error), param=error.param) from error
+        except RecursionError as error:
+            raise nested_too_deeply() from error
         work.characters_rendered += characters(fragment)
         return fragment
 
@@ -345,6 +334,10 @@ class Run:
             if length < TOKENISE_IN_THREAD:
                 return self._dialect.tokenize(fragment)
             return await trio.to_thread.run_sync(self._dialect.tokenize, fragment)
+
+    def _check_takes_input(self) -> None:
+        if self.state.phase not in (Phase.SAMPLING, Phase.OWING, Phase.HELD):
+            raise nothing_to_append_to(self.state.id)
 
     def _check_fits(self, tokens: int) -> None:
         limit = self._model.max_input
@@ -397,15 +390,16 @@ class Run:
         return Ending("failed", error=wire.ErrorDetail(error.code, error.message))
 
     def _begin_reading(self) -> Parser:
-        """A parser and a writer for this leg. Tokens of it that were shown before a restart are read again,
-        silently.
-        """
+        """A parser and a writer. What was shown of this leg before a restart is read again, silently."""
         tools = () if self.state.request.tool_choice == "none" else self._tools
         parser = self._dialect.parser(tools)
         self._writer = ItemWriter(self.state.id, len(self.state.output), self._emit)
         with self._writer.silent():
-            for token in self.state.ledger.tokens[self.state.leg_start :]:
-                self._write(parser.feed([token]))
+            for read in range(self.state.leg_start, len(self.state.ledger)):
+                self._show(self._filters.output(parser.feed([self.state.ledger.tokens[read]])))
+                if self._has_its_only_call:  # it stopped while the leg was being cut
+                    self.state.ledger.cut(read + 1)
+                    break
         return parser
 
     async def _read_leg(self, parser: Parser) -> str:
@@ -506,9 +500,7 @@ class Run:
         ]
 
     def _place_results(self) -> None:
-        """Put results into the ledger as far as call order allows: they are prefilled while the rest is
-        awaited.
-        """
+        """Results enter the ledger in call order, and are prefilled while those after them are awaited."""
         state = self.state
         while state.owed and state.owed[0].call_id in state.arrived:
             call = state.owed.pop(0)

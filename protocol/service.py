@@ -19,6 +19,7 @@ from engine.handle import Engine, EngineUnavailable, ProcessEngine
 from engine.messages import EngineConfig
 from protocol import wire
 from protocol.access import Caller
+from protocol.appended import check_history
 from protocol.dialects.load import DialectError, load_dialect
 from protocol.errors import RequestError, overloaded
 from protocol.metrics import Sections
@@ -30,7 +31,7 @@ from protocol.work import Work
 
 Lifecycle: TypeAlias = Literal["chained", "held"]
 
-REMEMBERED_EVENT_IDS = 1024  # creates whose `event_id` is remembered: retries come within seconds
+REMEMBERED_EVENT_IDS = 128  # creates whose `event_id` is remembered: retries come within seconds
 
 log: structlog.stdlib.BoundLogger = structlog.get_logger("protocol.service")
 
@@ -77,8 +78,7 @@ class Service:
         else:
             log.info("models_ready", models=list(self._models), dialect=dialect.name, runs_on=info.path)
 
-    # ---- runs
-    # ----------------------------------------------------------------------------------------------------
+    # ---- runs ----
 
     def create(
         self, request: wire.Create, *, frame: str, caller: Caller, prototype: bool = False
@@ -98,8 +98,9 @@ class Service:
             model = self._model(request)
             check_supported(request)
             items = wire.parse_items(request.input, work.ignored)
+            check_history(items)
             wire.parse_tools(request.tools, work.ignored)
-            work.ignored += wire.unknown_fields(frame)
+            wire.unknown_fields(frame, work.ignored)
             work.items_validated = len(items)
         request.input = None
         if request.seed is None:
@@ -155,12 +156,15 @@ class Service:
         self.draining = True
         for run in self._runs.values():
             run.close()
-        while self._runs:
-            self._run_ended = trio.Event()
-            await self._run_ended.wait()
+        try:
+            while self._runs:
+                self._run_ended = trio.Event()
+                await self._run_ended.wait()
+        finally:
+            for run in self._runs.values():  # the grace is over
+                run.interrupt("shutdown")
 
-    # ---- admission
-    # -------------------------------------------------------------------------------------------------
+    # ---- admission ----
 
     def _lifecycle(self, request: wire.Create, prototype: bool) -> Lifecycle:
         match request.lifecycle:
@@ -207,8 +211,7 @@ class Service:
             )
         return model
 
-    # ---- what the edge asks
-    # ----------------------------------------------------------------------------------------
+    # ---- what the edge asks ----
 
     def models(self) -> list[dict[str, Any]]:
         """The data of /v1/models; empty until the weights are loaded."""

@@ -21,7 +21,7 @@ import trio
 
 from protocol import wire
 from protocol.access import Caller
-from protocol.errors import RequestError, server_error
+from protocol.errors import RequestError, nested_too_deeply, server_error
 from protocol.log import Cursor, EventsExpired
 from protocol.response import Run, nothing_to_append_to
 from protocol.service import Service
@@ -159,18 +159,19 @@ class Connection:
                     if run in lane.waiting:
                         self._service.forget(run)
 
-    # ---- what the client says
-    # ----------------------------------------------------------------------------------------
+    # ---- what the client says ----
 
     async def _dispatch_all(self, frames: trio.MemoryReceiveChannel[tuple[str, float]]) -> None:
         async for frame, received in frames:
             stream_id = None
             try:
-                event = wire.decode_client_event(frame)
-                stream_id = getattr(event, "stream_id", None)
-                await self._dispatch(event, frame, received)
+                head = wire.decode_head(frame)
+                stream_id = head.stream_id
+                await self._dispatch(wire.decode_client_event(head, frame), frame, received)
             except RequestError as error:
                 self._say(error, stream_id)
+            except RecursionError:
+                self._say(nested_too_deeply(), stream_id)
             except Exception:  # ours: one frame is answered with an error, everything else goes on
                 log.exception("dispatch_failed")
                 self._say(server_error(), stream_id)
@@ -325,8 +326,7 @@ class Connection:
         lane.read(run, run.log.cursor(on_ready=lambda: self._mark_ready(lane)))
         self._service.start(run)
 
-    # ---- what the client is told
-    # -------------------------------------------------------------------------------------
+    # ---- what the client is told ----
 
     def _mark_ready(self, lane: Lane) -> None:
         if not lane.is_ready:

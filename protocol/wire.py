@@ -18,9 +18,14 @@ from msgspec import UNSET, Meta, UnsetType
 from protocol.errors import RequestError
 
 STREAM_ID = re.compile(r"[A-Za-z0-9_.-]{1,256}")
+LARGEST_INTEGER = 2**53 - 1  # of a field: what every JSON reader takes exactly, and every encoder of ours
+MAX_IGNORED = 32  # things without meaning here that a Response lists; and how much of each, in characters
+MAX_SHOWN = 100
 
-# ---- items
-# ---------------------------------------------------------------------------------------------------------
+Short: TypeAlias = Annotated[str, Meta(max_length=512)]
+"""A name, an id, or a label: short, because errors and Responses repeat it."""
+
+# ---- items ----
 
 
 class ContentPart(msgspec.Struct, omit_defaults=True):
@@ -104,8 +109,7 @@ _ITEM_TYPES = frozenset(
 )
 _ITEM = msgspec.json.Decoder(Item)
 
-# ---- tools
-# ---------------------------------------------------------------------------------------------------------
+# ---- tools ----
 
 
 class FunctionTool(msgspec.Struct, tag="function"):
@@ -135,11 +139,20 @@ class NamespaceTool(msgspec.Struct, tag="namespace"):
 
 Tool: TypeAlias = FunctionTool | CustomTool | NamespaceTool
 
-_TOOL_TYPES = frozenset(struct.__struct_config__.tag for struct in (FunctionTool, CustomTool, NamespaceTool))
-_TOOL = msgspec.json.Decoder(Tool)
 
-# ---- client events
-# -------------------------------------------------------------------------------------------------
+class _Namespace(msgspec.Struct):
+    """A namespace whose tools have not been looked at."""
+
+    name: str
+    description: str | None = None
+    tools: list[msgspec.Raw] | None = None
+
+
+_TOOL_TYPES = frozenset(struct.__struct_config__.tag for struct in (FunctionTool, CustomTool))
+_TOOL = msgspec.json.Decoder(FunctionTool | CustomTool)
+_NAMESPACE = msgspec.json.Decoder(_Namespace)
+
+# ---- client events ----
 
 
 class StreamOptions(msgspec.Struct):
@@ -154,39 +167,39 @@ class Create(msgspec.Struct, tag="response.create", kw_only=True):
     `input` and `tools` are kept raw here; `parse_items` and `parse_tools` read them.
     """
 
-    model: str | None = None
+    model: Short | None = None
     input: str | list[msgspec.Raw] | None = None
     instructions: str | None = None
     tools: list[msgspec.Raw] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    previous_response_id: str | None = None
-    max_output_tokens: Annotated[int, Meta(ge=1)] | None = None
+    previous_response_id: Short | None = None
+    max_output_tokens: Annotated[int, Meta(ge=1, le=LARGEST_INTEGER)] | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Meta(ge=0)] | None = None
+    top_k: Annotated[int, Meta(ge=0, le=LARGEST_INTEGER)] | None = None
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     presence_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None = None
-    metadata: Annotated[dict[str, str], Meta(max_length=16)] | None = None
+    metadata: Annotated[dict[Annotated[str, Meta(max_length=64)], Short], Meta(max_length=16)] | None = None
     store: bool | None = None
     background: bool | None = None
     conversation: Any = None
     prompt: Any = None
-    user: str | None = None
+    user: Short | None = None
     include: list[str] | None = None
     reasoning: dict[str, Any] | None = None
     text: dict[str, Any] | None = None
     truncation: Literal["auto", "disabled"] | None = None
-    max_tool_calls: Annotated[int, Meta(ge=1)] | None = None
+    max_tool_calls: Annotated[int, Meta(ge=1, le=LARGEST_INTEGER)] | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
-    prompt_cache_key: str | None = None
-    safety_identifier: str | None = None
+    prompt_cache_key: Short | None = None
+    safety_identifier: Short | None = None
     service_tier: str | None = None
     stream: bool | None = None
     generate: bool | None = None
-    lifecycle: str | None = None
+    lifecycle: Short | None = None
     event_id: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
     stream_id: str | None = None
 
@@ -195,7 +208,7 @@ class Append(msgspec.Struct, tag="response.append", kw_only=True):
     """`response.append`: results (and messages) for a held run."""
 
     input: list[msgspec.Raw]
-    response_id: str | None = None
+    response_id: Short | None = None
     stream_id: str | None = None
     event_id: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
 
@@ -203,21 +216,21 @@ class Append(msgspec.Struct, tag="response.append", kw_only=True):
 class Cancel(msgspec.Struct, tag="response.cancel", kw_only=True):
     """`response.cancel`: end this run now."""
 
-    response_id: str
+    response_id: Short
     stream_id: str | None = None
 
 
 class Steer(msgspec.Struct, tag="response.steer", kw_only=True):
     """`response.steer`: more user input for a run that is going on."""
 
-    previous_response_id: str
+    previous_response_id: Short
     input: str | list[msgspec.Raw]
 
 
 class Inject(msgspec.Struct, tag="response.inject", kw_only=True):
     """`response.inject` (beta): items for a run that is going on."""
 
-    response_id: str
+    response_id: Short
     input: list[msgspec.Raw]
 
 
@@ -230,14 +243,14 @@ class Processed(msgspec.Struct, tag="response.processed", kw_only=True):
 ClientEvent: TypeAlias = Create | Append | Cancel | Steer | Inject | Processed
 
 
-class _Head(msgspec.Struct):
+class Head(msgspec.Struct):
     """The fields that are read before the frame's type is known to be one of ours."""
 
     type: Any = None
     stream_id: Any = None
 
 
-_HEAD = msgspec.json.Decoder(_Head)
+_HEAD = msgspec.json.Decoder(Head)
 _CLIENT_EVENTS: dict[str, msgspec.json.Decoder[ClientEvent]] = {
     str(struct.__struct_config__.tag): msgspec.json.Decoder(struct)
     for struct in (Create, Append, Cancel, Steer, Inject, Processed)
@@ -245,25 +258,17 @@ _CLIENT_EVENTS: dict[str, msgspec.json.Decoder[ClientEvent]] = {
 _KEYS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
-def decode_client_event(frame: str | bytes) -> ClientEvent:
-    """One WebSocket text frame as a client event. An absent or null `stream_id` is the default lane (None).
+def decode_head(frame: str | bytes) -> Head:
+    """What a WebSocket text frame claims to be, and its lane, so that whatever is wrong with the rest can be
+    said there. An absent or null `stream_id` is the default lane (None).
 
-    Raises RequestError: not JSON, not an object, an unknown type, a bad `stream_id`, a bad field (with its
-    path).
+    Raises RequestError: not JSON, not an object, a bad `stream_id`. RecursionError: nested too deeply.
     """
     try:
         head = _HEAD.decode(frame)
     except msgspec.DecodeError as error:
         message = f"The frame is not a JSON object: {error}"
         raise RequestError(message, code="invalid_json") from error
-    decoder = _CLIENT_EVENTS.get(head.type) if isinstance(head.type, str) else None
-    if decoder is None:
-        known = ", ".join(_CLIENT_EVENTS)
-        raise RequestError(
-            f"Unknown event type {head.type!r}. Known types: {known}.",
-            code="unknown_event_type",
-            param="type",
-        )
     if head.stream_id is not None and not (
         isinstance(head.stream_id, str) and STREAM_ID.fullmatch(head.stream_id)
     ):
@@ -273,12 +278,28 @@ def decode_client_event(frame: str | bytes) -> ClientEvent:
             code="invalid_stream_id",
             param="stream_id",
         )
+    return head
+
+
+def decode_client_event(head: Head, frame: str | bytes) -> ClientEvent:
+    """The frame with this head as a client event. Raises RequestError: an unknown type, a bad field (with its
+    path).
+    """
+    decoder = _CLIENT_EVENTS.get(head.type) if isinstance(head.type, str) else None
+    if decoder is None:
+        known = ", ".join(_CLIENT_EVENTS)
+        raise RequestError(
+            f"Unknown event type {repr(head.type)[:MAX_SHOWN]}. Known types: {known}.",
+            code="unknown_event_type",
+            param="type",
+        )
     return _decode(decoder, frame, "")
 
 
-def unknown_fields(frame: str | bytes) -> list[str]:
-    """The top-level keys of a create that no field of ours takes."""
-    return sorted(_KEYS.decode(frame).keys() - {*Create.__struct_fields__, "type"})
+def unknown_fields(frame: str | bytes, ignored: list[str]) -> None:
+    """List the top-level keys of a create that no field of ours takes in `ignored`."""
+    for key in sorted(_KEYS.decode(frame).keys() - {*Create.__struct_fields__, "type"}):
+        _note(ignored, key)
 
 
 _T = TypeVar("_T")
@@ -333,7 +354,7 @@ def parse_items(raw: str | list[msgspec.Raw] | None, ignored: list[str], param: 
         if head.type is None and head.role is not None:
             each = msgspec.Raw(b'{"type":"message",' + bytes(each).lstrip()[1:])
         elif head.type not in _ITEM_TYPES:
-            ignored.append(f"{at}: item of type {head.type}")
+            _note(ignored, f"{at}: item of type {head.type}")
             continue
         item = _decode(_ITEM, each, at)
         _check_parts(item, at)
@@ -360,20 +381,36 @@ def _check_parts(item: Item, at: str) -> None:
             )
 
 
-def parse_tools(raw: list[msgspec.Raw] | None, ignored: list[str]) -> list[Tool]:
+def parse_tools(raw: list[msgspec.Raw] | None, ignored: list[str], param: str = "tools") -> list[Tool]:
     """The tools that the model may call. Hosted and unknown kinds are listed in `ignored`.
 
     Raises RequestError on a bad field of a known kind.
     """
     tools: list[Tool] = []
     for index, each in enumerate(raw or []):
-        at = f"tools[{index}]"
+        at = f"{param}[{index}]"
         kind = _decode(_TOOL_HEAD, each, at).type
-        if kind in _TOOL_TYPES:
+        if kind == "namespace":
+            tools.append(_parse_namespace(each, ignored, at))
+        elif kind in _TOOL_TYPES:
             tools.append(_decode(_TOOL, each, at))
         else:
-            ignored.append(f"{at}: tool of type {kind}")
+            _note(ignored, f"{at}: tool of type {kind}")
     return tools
+
+
+def _parse_namespace(raw: msgspec.Raw, ignored: list[str], at: str) -> NamespaceTool:
+    group = _decode(_NAMESPACE, raw, at)
+    members = parse_tools(group.tools, ignored, f"{at}.tools")
+    inner = [tool for tool in members if not isinstance(tool, NamespaceTool)]
+    if len(inner) < len(members):
+        raise RequestError("A namespace cannot be in a namespace.", param=f"{at}.tools")
+    return NamespaceTool(group.name, group.description, inner)
+
+
+def _note(ignored: list[str], what: str) -> None:
+    if len(ignored) < MAX_IGNORED:
+        ignored.append(what[:MAX_SHOWN])
 
 
 def content_parts(item: Item) -> list[ContentPart]:
@@ -401,8 +438,7 @@ def item_text(item: Message | ToolOutput | Reasoning) -> str:
     return "".join(part.text or part.refusal or "" for part in content_parts(item))
 
 
-# ---- the Response object
-# -------------------------------------------------------------------------------------------
+# ---- the Response object ----
 
 
 class InputTokensDetails(msgspec.Struct):
@@ -552,8 +588,7 @@ class Response(msgspec.Struct, kw_only=True):
     work: dict[str, Any] | UnsetType = UNSET
 
 
-# ---- server events
-# -------------------------------------------------------------------------------------------------
+# ---- server events ----
 
 
 class ServerEvent(msgspec.Struct, kw_only=True):
