@@ -6,6 +6,10 @@ Strategy. Nothing is gathered: each run is read as a view. A single token (decod
 all runs side by side and takes one softmax over them. A longer part (prefill) attends to every earlier run
 and, causally, to itself, each with its log-sum-exp, and the partial results are merged by it. Query heads
 that share a key head are rows of one product: with grouped heads nothing is repeated.
+
+Measured and left out: gathering the sequences of a batch into one padded product. It is faster for 16
+sequences of up to 128 tokens (0.5 ms against 0.8 for 4 layers), even at 256, and two to three times slower
+for 64 sequences.
 """
 
 from __future__ import annotations

@@ -70,6 +70,7 @@ class Batch:
     logit_rows: list[int] = field(default_factory=list)
     decoding: list[Sequence] = field(default_factory=list)  # one row each, before all others
     prefilling: list[tuple[Sequence, int]] = field(default_factory=list)  # with how many rows
+    beginning: list[Sequence] = field(default_factory=list)  # whose extensions begin with this batch
     sampling: list[Sequence] = field(default_factory=list)  # in the order of logit_rows
 
     def draws(self) -> list[Draw]:

@@ -140,8 +140,9 @@ class Scheduler:
     def step(self) -> Step:
         """Do one step of work, if there is any. An exception is a bug of ours and leaves nothing usable."""
         started = time.monotonic()
-        batch = self._schedule(started)
+        batch = self._schedule()
         if batch.parts:
+            self._begin(batch)
             logits = self._decoder.forward(
                 batch.tokens,
                 batch.positions,
@@ -196,7 +197,7 @@ class Scheduler:
             raise ValueError(f"sequence {number} is open already")
 
     def _are_known(self, tokens: list[int]) -> bool:
-        return 0 <= min(tokens) and max(tokens) < self.info.vocabulary
+        return min(tokens) >= 0 and max(tokens) < self.info.vocabulary
 
     def _extend(self, sequence: Sequence, command: Extend, now: float) -> None:
         if sequence.sampling:
@@ -313,7 +314,7 @@ class Scheduler:
 
     # Steps
 
-    def _schedule(self, now: float) -> Batch:
+    def _schedule(self) -> Batch:
         batch = Batch()
         pool, block_size = self._pool, self.config.block_size
         for sequence in list(self._decoding.values()):
@@ -333,10 +334,10 @@ class Scheduler:
         for sequence in [*self._resumed.values(), *self._fresh.values()]:
             if room == 0 or len(batch.sampling) == self.config.max_batch:
                 break
-            room -= self._schedule_prefill(batch, sequence, room, now)
+            room -= self._schedule_prefill(batch, sequence, room)
         return batch
 
-    def _schedule_prefill(self, batch: Batch, sequence: Sequence, room: int, now: float) -> int:
+    def _schedule_prefill(self, batch: Batch, sequence: Sequence, room: int) -> int:
         """Put up to `room` tokens of a sequence into the batch; how many."""
         leg, table, pool = sequence.leg, sequence.table, self._pool
         assert leg is not None
@@ -352,8 +353,7 @@ class Scheduler:
             return 0
         if leg.announce:
             leg.announce = False
-            leg.began_at = leg.began_at or now
-            self._events.append(Began(sequence.number, now))
+            batch.beginning.append(sequence)
         first_row = len(batch.tokens)
         for run_start, run_stop in pool.slots(table, start, start + rows):
             batch.slots += range(run_start, run_stop)
@@ -376,6 +376,15 @@ class Scheduler:
         if copy is not None:
             self._kv.copy_block(copy, self.config.block_size)
         return True
+
+    def _begin(self, batch: Batch) -> None:
+        """Say whose extensions enter the forward pass that comes next."""
+        now = time.monotonic()
+        for sequence in batch.beginning:
+            leg = sequence.leg
+            assert leg is not None
+            leg.began_at = leg.began_at or now
+            self._events.append(Began(sequence.number, now))
 
     def _settle(self, batch: Batch, chosen: list[int], started: float) -> None:
         """Enter what the forward pass wrote and what was drawn."""
