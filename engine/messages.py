@@ -12,12 +12,28 @@ and sampling goes on where the ledger ends: noise depends on (seed, position, to
 
 from __future__ import annotations
 
+import math
 from typing import Literal, TypeAlias
 
 import msgspec
 
 FailureCode: TypeAlias = Literal["context_length_exceeded", "out_of_kv", "engine_error"]
 StopReason: TypeAlias = Literal["stop", "length", "paused"]
+
+
+class Pace(msgspec.Struct, frozen=True, kw_only=True):
+    """How fast an engine without weights is. Making it raises ValueError."""
+
+    decode: float  # tokens a second of each sequence
+    prefill: float  # tokens a second of all sequences together
+    step: float = 0.0002  # seconds a forward pass takes at least: that of a small model on a fast device
+
+    def __post_init__(self) -> None:
+        for name, rate in (("decode", self.decode), ("prefill", self.prefill)):
+            if not (rate > 0 and math.isfinite(rate)):
+                raise ValueError(f"{name}={rate:g} is not a number of tokens a second above 0")
+        if not (self.step >= 0 and math.isfinite(self.step)):
+            raise ValueError(f"step={self.step:g} is not a number of seconds")
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,6 +50,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         512  # tokens of prompt a step: bounds how long a decoding sequence waits for a prefill
     )
     prefix_cache: bool = True  # finished full blocks stay findable by content while there is room
+    pace: Pace | None = None  # of the paced engine
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -222,6 +239,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     kv_blocks: int
     block_size: int
     load_seconds: float
+    simulated: bool = False  # no weights: times are set, not measured
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):

@@ -101,6 +101,7 @@ class Model:
             "parameters": self.info.parameters,
             "architecture": self.info.architecture,
             "runs_on": self.info.path,
+            "simulated": self.info.simulated,
             "device": self.info.device,
             "dtype": self.info.dtype,
         }
