@@ -49,23 +49,24 @@ def draw_task(
     longest_folder: int = LONGEST_FOLDER,
     longest_trail: int = LONGEST_TRAIL,
     long_share: float = 0.5,
+    varied: bool = False,
 ) -> Task:
     """A random task of a split. Folders and trails have at most as many files as said (at least one)."""
     kinds = LONG_KINDS if rng.random() < long_share else SHORT_KINDS
     (kind,) = rng.choices(list(kinds), weights=list(kinds.values()))
-    return kind(Maker(rng, split, longest_folder, longest_trail))
+    return kind(Maker(rng, split, longest_folder, longest_trail, varied))
 
 
 def draw_conversation(
-    rng: random.Random, longest_folder: int, longest_trail: int, long_share: float
+    rng: random.Random, longest_folder: int, longest_trail: int, long_share: float, varied: bool = False
 ) -> list[Message]:
     """A right conversation to learn from: one task, or one in six times two or three of them."""
     if rng.random() < 5 / 6:
-        return draw_task(rng, "train", longest_folder, longest_trail, long_share).conversation()[0]
+        return draw_task(rng, "train", longest_folder, longest_trail, long_share, varied).conversation()[0]
     tasks: list[Task] = []
     taken: set[str] = set()
     for _ in range(rng.randint(2, 3)):
-        task = draw_task(rng, "train", longest_folder, longest_trail, long_share / 2)
+        task = draw_task(rng, "train", longest_folder, longest_trail, long_share / 2, varied)
         folders = {path.partition("/")[0] for path in task.files}
         if not folders & taken:
             tasks.append(task)

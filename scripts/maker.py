@@ -6,16 +6,18 @@ and what it gets depends on the split; names are mostly words that are one token
 
 import random
 
-from scripts.vocabulary import FOLDER_AND_FILE_WORDS
+from scripts.vocabulary import ENGLISH_WORDS, FOLDER_AND_FILE_WORDS, TOOL_WORDS
 from scripts.world import Split
 
 HELD_OUT_WORDS = tuple(FOLDER_AND_FILE_WORDS[3::7])
 TRAINED_WORDS = tuple(word for word in FOLDER_AND_FILE_WORDS if word not in HELD_OUT_WORDS)
 HELD_OUT_SIZES = (5, 8)  # files in a walked folder, which is then 11 or 17 calls and more
 HELD_OUT_TRAILS = (4, 7, 12, 17)  # files in a trail of pointers
+OTHER_WORDS = tuple(word for word in (*ENGLISH_WORDS, *TOOL_WORDS) if len(word) >= 4 and word.isalpha())
 LONGEST_FOLDER, LONGEST_TRAIL = 9, 19  # about 20 calls either way
 
 ODD_NAMES = 0.12  # share of names that are several tokens: two words, a word and a digit, random letters
+OTHER_NAMES, RANDOM_NAMES = 0.35, 0.15  # shares of varied names; a name has to be a name by its place alone
 RARELY = 0.05  # share of tasks over several files in which something is not there, or no number
 EXTENSIONS = (".txt", ".txt", ".txt", ".txt", ".md", ".log")
 
@@ -28,8 +30,12 @@ def is_held_out_number(number: int) -> bool:
 class Maker:
     """Draws the names, numbers and sizes of one task."""
 
-    def __init__(self, rng: random.Random, split: Split, longest_folder: int, longest_trail: int) -> None:
+    def __init__(
+        self, rng: random.Random, split: Split, longest_folder: int, longest_trail: int, varied: bool = False
+    ) -> None:
+        """`varied`: half of the names are other words or random letters, and notes have held-out words."""
         self.rng = rng
+        self.varied = varied
         self.split = split
         self.longest_folder = longest_folder
         self.longest_trail = longest_trail
@@ -43,6 +49,10 @@ class Maker:
     def name(self) -> str:
         """A name that this task has not used yet; mostly one word."""
         word = self.word()
+        if self.varied and self.rng.random() < OTHER_NAMES:
+            return self.rng.choice(OTHER_WORDS)
+        if self.varied and self.rng.random() < RANDOM_NAMES:
+            return self._random_letters()
         if self.rng.random() >= ODD_NAMES:
             return word
         match self.rng.randrange(4):
@@ -53,7 +63,10 @@ class Maker:
             case 2:
                 return f"{word}_{self.rng.choice(TRAINED_WORDS)}"
             case _:
-                return "".join(self.rng.choices("abcdefghijklmnopqrstuvwxyz", k=self.rng.randint(3, 6)))
+                return self._random_letters()
+
+    def _random_letters(self) -> str:
+        return "".join(self.rng.choices("abcdefghijklmnopqrstuvwxyz", k=self.rng.randint(3, 6)))
 
     def file_name(self) -> str:
         """A new name with an extension."""
@@ -73,7 +86,8 @@ class Maker:
 
     def note(self) -> str:
         """A few words that are no number."""
-        return " ".join(self.rng.choice(TRAINED_WORDS) for _ in range(self.rng.randint(2, 4)))
+        words = FOLDER_AND_FILE_WORDS if self.varied else TRAINED_WORDS
+        return " ".join(self.rng.choice(words) for _ in range(self.rng.randint(2, 4)))
 
     def size(self, longest: int, held_out: tuple[int, ...], shortest: int = 1) -> int:
         """A number of files up to `longest`; held-out sizes in half of the held-out tasks only."""

@@ -3,7 +3,7 @@
 Knows batches, the optimiser and when to save. The world, the text of conversations, the tokenizer,
 the decoder and the score each have a file of their own.
 
-Strategy: two stages. First pure copying (copying.py), until following names and numbers is second
+Strategy: three stages. First pure copying (copying.py), until following names and numbers is second
 nature. Then conversations, in which folders and trails grow longer, with copying mixed in so that
 words that are held out of the tasks stay usable as names. Batches hold conversations of like length
 behind one shared system prompt. One thread, fixed seeds and step counts: the same kind of CPU makes
@@ -34,7 +34,6 @@ from scripts.transcript import CHAT_TEMPLATE, random_system_text, training_row
 from scripts.vocabulary import END_TOKEN, PAD_TOKEN, SPECIAL_TOKENS, build_tokenizer, save_tokenizer, token_id
 from scripts.world import Message
 
-LEARNING_RATE = 2e-3
 WARMUP_STEPS = 100
 BATCH_TOKENS = 2560  # of conversations, padding included; the shared system prompt comes on top
 COPYING_ROWS, COPYING_LENGTH = 32, 96
@@ -50,12 +49,16 @@ class Stage:
     seed: int
     steps: int
     copying_every: int  # 1: only copying
-    anneals: bool  # the learning rate falls to nothing by its end
+    learning_rate: float  # at its highest
+    horizon: int = 0  # steps at which a cosine would bring the learning rate to nothing; 0: it stays
+    grows: bool = False  # folders and trails grow longer over the horizon
+    varied: bool = False  # names of all kinds
 
 
 STAGES = (
-    Stage("copying", seed=1, steps=1600, copying_every=1, anneals=False),
-    Stage("tasks", seed=2, steps=9000, copying_every=8, anneals=True),
+    Stage("copying", seed=1, steps=1600, copying_every=1, learning_rate=2e-3),
+    Stage("tasks", seed=2, steps=3000, copying_every=8, learning_rate=2e-3, horizon=9000, grows=True),
+    Stage("names", seed=3, steps=8000, copying_every=8, learning_rate=1.5e-3, horizon=8000, varied=True),
 )
 
 
@@ -69,14 +72,14 @@ class Batch:
 
 
 def learning_rate(stage: Stage, step: int) -> float:
-    """A short rise, then constant, or half a cosine down to 1 % where the stage anneals."""
+    """A short rise, then constant, or half a cosine down to 1 % at the horizon."""
     rise = min(1.0, (step + 1) / WARMUP_STEPS)
-    fall = 0.01 + 0.99 * (1 + cos(pi * step / stage.steps)) / 2 if stage.anneals else 1.0
-    return LEARNING_RATE * rise * fall
+    fall = 0.01 + 0.99 * (1 + cos(pi * step / stage.horizon)) / 2 if stage.horizon else 1.0
+    return stage.learning_rate * rise * fall
 
 
 def longest(progress: float) -> tuple[int, int, float]:
-    """Longest folder, longest trail, share of long tasks at a point (0 to 1) of the tasks stage."""
+    """Longest folder, longest trail, share of long tasks at a point (0 to 1) of growing."""
     if progress < 0.1:
         return 2, 3, 0.2
     if progress < 0.2:
@@ -95,11 +98,12 @@ def copying_batches(rng: random.Random, tokenizer: Tokenizer) -> Iterator[Batch]
         yield Batch(prefix, *copying_batch(rng, tokens, digits, COPYING_ROWS, COPYING_LENGTH))
 
 
-def conversation_batches(rng: random.Random, tokenizer: Tokenizer, steps: int) -> Iterator[Batch]:
+def conversation_batches(rng: random.Random, tokenizer: Tokenizer, stage: Stage) -> Iterator[Batch]:
     """Endless conversations in batches of like length, each batch behind a system prompt of its own."""
     made = 0
     while True:
-        drawn = [draw_conversation(rng, *longest(made / steps)) for _ in range(POOL)]
+        limits = longest(made / stage.horizon if stage.grows else 1.0)
+        drawn = [draw_conversation(rng, *limits, stage.varied) for _ in range(POOL)]
         rows = sorted(
             ((training_row(tokenizer, messages), messages) for messages in drawn),
             key=lambda row: len(row[0][0]),
@@ -128,7 +132,7 @@ def train(stage: Stage, model: TinyLlama, tokenizer: Tokenizer, folder: Path) ->
     """Runs one stage, saving the weights into `folder` and printing loss and held-out scores as it goes."""
     rng = random.Random(stage.seed)
     copying = copying_batches(rng, tokenizer)
-    conversations = conversation_batches(rng, tokenizer, stage.steps)
+    conversations = conversation_batches(rng, tokenizer, stage)
     optimiser = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=0.01, fused=True)
     started, losses, right = time.monotonic(), [], []
     for step in range(stage.steps):
@@ -157,7 +161,7 @@ def train(stage: Stage, model: TinyLlama, tokenizer: Tokenizer, folder: Path) ->
             save(model, folder)
             if stage.copying_every > 1:
                 print(
-                    report_line("held-out tasks right", score_answers(model, tokenizer, seed=step, tasks=10)),
+                    report_line("held-out tasks right", score_answers(model, tokenizer, seed=step, tasks=6)),
                     flush=True,
                 )
 

@@ -1,6 +1,7 @@
 """The embedded model's world: its tasks, its judge, its text and its tokenizer."""
 
 import random
+import re
 from functools import cache
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from scripts.maker import (
     HELD_OUT_WORDS,
     LONGEST_FOLDER,
     LONGEST_TRAIL,
+    OTHER_WORDS,
     TRAINED_WORDS,
     Maker,
     is_held_out_number,
@@ -122,18 +124,30 @@ def test_the_right_answer_follows_a_swapped_result():
     assert followed > 40
 
 
-def test_held_out_names_numbers_and_sizes_are_never_trained():
+def words_in(text: str) -> set[str]:
+    return set(re.split(r"[^A-Za-z]+", text))
+
+
+@pytest.mark.parametrize("varied", [False, True])
+def test_held_out_names_numbers_and_sizes_are_never_trained(varied):
     assert len(HELD_OUT_WORDS) >= 40
     assert not set(HELD_OUT_WORDS) & set(TRAINED_WORDS)
     for seed in range(300):
-        task = draw_task(random.Random(seed), "train")
-        words = task.request + " " + " ".join([*task.files, *task.files.values()])
-        pieces = set(words.replace("/", " ").replace("-", " ").replace("_", " ").replace(".", " ").split())
-        assert not pieces & set(HELD_OUT_WORDS), task
+        task = draw_task(random.Random(seed), "train", varied=varied)
+        assert not words_in(" ".join(task.files)) & set(HELD_OUT_WORDS), task
+        if not varied:
+            assert not words_in(task.request) & set(HELD_OUT_WORDS), task
         numbers = [int(text) for text in task.files.values() if text.isdigit() and text != "1"]
         assert not any(map(is_held_out_number, numbers))
         if task.kind == "walk":
             assert len(task.files) not in HELD_OUT_SIZES
+
+
+def test_varied_names_are_of_many_kinds():
+    rng = random.Random(0)
+    names = [Maker(rng, "train", 9, 19, varied=True).name() for _ in range(400)]
+    assert 100 < sum(name in OTHER_WORDS for name in names) < 200
+    assert len(set(names)) > 250
 
 
 def test_one_number_in_eight_is_held_out():
