@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ from fake_responses import Peer, function_call, peer_over, required, response
 from trio_websocket import ConnectionClosed, wrap_server_stream
 
 from protocol import client, client_run
-from protocol.client import Connection, ConnectionLost, Run, ServerError, connect
+from protocol.client import Connection, ConnectionLost, Run, ServerError, connect, list_models
 from protocol.views import Event, decode_event
 
 URL = "ws://fake.test/v1/responses"
@@ -410,6 +412,50 @@ async def test_nobody_listens():
     with pytest.raises(ConnectionLost, match=f"Cannot connect to 127.0.0.1:{port}"):
         async with connect(f"ws://127.0.0.1:{port}/v1/responses"):
             pytest.fail("connected")
+
+
+@asynccontextmanager
+async def http_answer(status: str, body: str) -> AsyncIterator[tuple[str, list[bytes]]]:
+    """A server that answers every request alike: its URL as for `connect`, and what it was asked."""
+    asked: list[bytes] = []
+
+    async def answer(stream: trio.SocketStream) -> None:
+        asked.append(await stream.receive_some())
+        await stream.send_all(f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode())
+        await stream.aclose()
+
+    with trio.fail_after(60):
+        async with trio.open_nursery() as nursery:
+            serve = partial(trio.serve_tcp, answer, 0, host="127.0.0.1")
+            (listener,) = await nursery.start(serve)
+            yield f"ws://127.0.0.1:{listener.socket.getsockname()[1]}/v1/responses", asked
+            nursery.cancel_scope.cancel()
+
+
+async def test_the_models_of_a_server():
+    body = '{"object": "list", "data": [{"id": "first", "object": "model"}, {"id": "second"}]}'
+    async with http_answer("200 OK", body) as (url, asked):
+        assert await list_models(url, api_key="k") == ["first", "second"]
+    assert asked[0].startswith(b"GET /v1/models HTTP/1.1\r\n")
+    assert b"Authorization: Bearer k\r\n" in asked[0]
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "complaint"),
+    [
+        (
+            "401 Unauthorized",
+            '{"error": {"code": "invalid_api_key", "message": "Wrong key."}}',
+            "Wrong key. (401",
+        ),
+        ("500 Oh", "oh", "does not list its models. (500)"),
+        ("200 OK", "<html>", "is no list of models"),
+    ],
+)
+async def test_a_server_that_does_not_list_its_models(status, body, complaint):
+    async with http_answer(status, body) as (url, _asked):
+        with pytest.raises(ServerError, match=re.escape(complaint)):
+            await list_models(url)
 
 
 def test_an_event_keeps_what_a_client_acts_on_only():
