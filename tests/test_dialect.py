@@ -10,6 +10,7 @@ from transformers import AutoTokenizer
 
 from protocol.dialects.base import RenderingError
 from protocol.dialects.load import DialectError, load_dialect
+from protocol.dialects.proof import prove
 from protocol.dialects.template import ChatTemplate
 from protocol.dialects.tokens import Tokens
 from protocol.wire import (
@@ -416,6 +417,15 @@ def test_an_unsound_template_is_refused(tmp_path, template, reason):
 def test_unusable_files_are_refused(tmp_path, files, reason):
     with pytest.raises(DialectError, match=reason):
         load_dialect(folder(tmp_path, **files))
+
+
+def test_a_tokenizer_that_makes_control_tokens_of_text_is_refused():
+    class Leaky(Tokens):
+        def encode(self, fragment):
+            return self.encode_as_family(self.spell(fragment))
+
+    with pytest.raises(DialectError, match="makes control tokens"):
+        prove(DIALECT, ChatTemplate(TEMPLATE, {}), Leaky(TOKENIZER))
 
 
 def test_missing_files_are_named(tmp_path):

@@ -41,9 +41,8 @@ from protocol.wire import (
     item_text,
 )
 
-_NAME = re.compile(
-    rf"[A-Za-z0-9_.:/-]{{1,{MAX_NAME}}}"
-)  # what needs no escape, neither in JSON nor on a line of its own
+# What needs no escape, neither in JSON nor on a line of its own.
+_NAME = re.compile(rf"[A-Za-z0-9_.:/-]{{1,{MAX_NAME}}}")
 
 
 class ChatMLDialect:
@@ -73,8 +72,7 @@ class ChatMLDialect:
     def opening(
         self, instructions: str | None, tools: Sequence[Tool], tool_choice: object = "auto"
     ) -> Fragment:
-        """The system message: instructions and tools, either of which may be absent. Costs the length of
-        both, every time.
+        """The system message: instructions and tools, either of which may be absent.
 
         Of `tool_choice` only "none" has an effect: no tool is written, and the caller gives the parser none
         either. Raises RenderingError: a tool's name that cannot be written, two tools of one name.

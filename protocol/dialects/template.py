@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, NoReturn
 
 import jinja2
@@ -105,11 +106,9 @@ class Form:
 
 @dataclass(frozen=True, slots=True)
 class Forms:
-    """All that a ChatML-like template writes by itself. `openings` is indexed by (has instructions, has
-    tools).
-    """
+    """All that a ChatML-like template writes by itself."""
 
-    openings: dict[tuple[bool, bool], Form]
+    openings: dict[tuple[bool, bool], Form]  # by (has instructions, has tools)
     tool_separator: str
     user: Form
     system: Form
@@ -164,25 +163,9 @@ def derive_forms(template: ChatTemplate, split: Callable[[str], Fragment]) -> Fo
     reasoning = within_turn(pieces_of(said(content=_BODY, reasoning_content=_TEXT), _TEXT, _BODY))
     text_then_call = within_turn(pieces_of(said(content=_TEXT, tool_calls=[function]), _TEXT, _NAME, _BODY))
 
-    openings: dict[tuple[bool, bool], Form] = {}
-    tool_separator = ""
-    for has_instructions in (False, True):
-        for has_tools in (False, True):
-            head = [{"role": "system", "content": _TEXT}] if has_instructions else []
-            tools = _TOOLS if has_tools else ()
-            rendered = template.render([*head, {"role": "user", "content": _BODY}], tools)
-            message = _BODY.join(user)
-            if not rendered.endswith(message):
-                raise DialectError(
-                    "the chat template writes the first user message differently from later ones"
-                )
-            sentinels = [*([_TEXT] if head else []), *map(to_json, tools)]
-            pieces = _cut(rendered[: -len(message)], sentinels)
-            if has_tools:
-                tool_separator = pieces.pop(-2)
-            openings[has_instructions, has_tools] = form(*pieces)
+    openings, tool_separator = _derive_openings(template, _BODY.join(user))
     return Forms(
-        openings=openings,
+        openings={given: form(*pieces) for given, pieces in openings.items()},
         tool_separator=tool_separator,
         user=form(*user),
         system=form(*system),
@@ -193,6 +176,26 @@ def derive_forms(template: ChatTemplate, split: Callable[[str], Fragment]) -> Fo
         custom_call=form(*custom_call),
         separator=text_then_call[1].removesuffix(call[0]),
     )
+
+
+def _derive_openings(
+    template: ChatTemplate, user_message: str
+) -> tuple[dict[tuple[bool, bool], list[str]], str]:
+    """What stands before the first message, around instructions and tools; and what separates tools."""
+    openings: dict[tuple[bool, bool], list[str]] = {}
+    tool_separator = ""
+    for has_instructions, has_tools in product((False, True), repeat=2):
+        head = [{"role": "system", "content": _TEXT}] if has_instructions else []
+        tools = _TOOLS if has_tools else ()
+        rendered = template.render([*head, {"role": "user", "content": _BODY}], tools)
+        if not rendered.endswith(user_message):
+            raise DialectError("the chat template writes the first user message differently from later ones")
+        sentinels = [*([_TEXT] if has_instructions else []), *map(to_json, tools)]
+        pieces = _cut(rendered.removesuffix(user_message), sentinels)
+        if has_tools:
+            tool_separator = pieces.pop(-2)
+        openings[has_instructions, has_tools] = pieces
+    return openings, tool_separator
 
 
 def _cut(rendered: str, sentinels: Sequence[str]) -> list[str]:
