@@ -13,6 +13,12 @@ whatever can be folded into a weight once is not done per token:
 - query and key rows are reordered so that a rotated pair is one complex number, and rotation one product;
 - intermediate results go to buffers whose views are made once for each number of rows;
 - query, key and value rows are one matrix, gate and up rows another; a product adds the residual itself.
+
+Exactness. In float32 on a CPU, logits of the same ledger differ by up to 6e-5 (their spread is 4) between one
+prefill, prefills in pieces, and decoding. A product of one to three rows rounds differently from one of four
+or more, so padding decode batches to four rows makes a draw bitwise independent of its companions. It is left
+out: a step of one sequence took 0.53 ms instead of 0.30, and the larger difference, that between decoding and
+prefill, stayed.
 """
 
 from __future__ import annotations

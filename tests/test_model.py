@@ -204,6 +204,21 @@ def test_broken_folders_are_named(tmp_path: Path) -> None:
         read_weights(tmp_path)
 
 
+def test_a_hub_id_is_looked_up_in_the_local_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(ModelError, match="somebody/something is neither a folder nor"):
+        resolve("somebody/something")
+    cached = tmp_path / "models--somebody--something"
+    snapshot = cached / "snapshots" / "0123"
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs" / "main").write_text("0123")
+    snapshot.mkdir(parents=True)
+    write_checkpoint(snapshot, 12)
+    assert resolve("somebody/something") == snapshot
+    assert read_config(resolve("somebody/something")).vocabulary == 97
+
+
 def test_a_random_model_is_the_same_for_the_same_seed() -> None:
     def logits(seed: int) -> torch.Tensor:
         config, weights = random_checkpoint(seed)
