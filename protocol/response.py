@@ -70,6 +70,7 @@ class Run:
         self.on_change: Callable[[], None] | None = None
         self.received = monotonic()  # when the last input came
         self.owner: object = None  # whose going ends the run, if it is not held for another
+        self.is_started = False  # its task is running, or has been
         self._model = model
         self._dialect = model.dialect
         self._filters = filters or Filters()

@@ -131,13 +131,17 @@ class Service:
         return run, True
 
     def start(self, run: Run) -> None:
-        """Let a run go on its way, in a task that outlives whoever started it."""
+        """Let a run go on its way, in a task that outlives whoever started it. Idempotent."""
         assert self._nursery is not None
-        self._nursery.start_soon(self._see_through, run)
+        if not run.is_started:
+            run.is_started = True
+            self._nursery.start_soon(self._see_through, run)
 
     def forget(self, run: Run) -> None:
         """A run that was created and will never be started."""
         self._runs.pop(run.state.id, None)
+        if run.state.request.event_id is not None:
+            self._by_event_id.pop((run.state.owner, run.state.request.event_id), None)
 
     async def _see_through(self, run: Run) -> None:
         await run.run()

@@ -7,8 +7,8 @@ turn, one frame each, so a lane that streams does not starve another; and becaus
 run's log only when the socket took the one before, a client that is slow finds its deltas merged and costs
 nobody anything.
 
-A lane is one `stream_id`: its runs are strictly one after another. A run belongs to the lane that reads it,
-its owner; when the connection goes, the lane's runs are cancelled.
+A lane is one `stream_id`: its runs are strictly one after another. A run has one lane at any time, the last
+that asked for it; when the connection goes, the runs of its lanes are cancelled.
 """
 
 from __future__ import annotations
@@ -56,8 +56,9 @@ async def serve_connection(
 class Lane:
     """One `stream_id` of a connection. `name` is None for the default lane."""
 
-    def __init__(self, name: str | None) -> None:
+    def __init__(self, name: str | None, connection: Connection) -> None:
         self.name = name
+        self.connection = connection
         self.waiting: deque[Run] = deque()
         self.run: Run | None = None  # the last one that was started
         self.is_ready = False  # stands in the connection's queue of lanes that can be read
@@ -66,12 +67,23 @@ class Lane:
 
     @property
     def live_run(self) -> Run | None:
-        """The run that is going on or held, if there is one."""
+        """The one of its runs that is going on or held, if there is one."""
         return self.run if self.run is not None and self.run.state.phase is not Phase.ENDED else None
 
-    def read(self, run: Run, cursor: Cursor) -> None:
-        """Show this run after those that are being read."""
+    def accept(self, run: Run, cursor: Cursor) -> None:
+        """Have this run go on, and be shown, after those before it."""
+        self.waiting.append(run)
         self._reading.append((run, cursor))
+
+    def let_go(self, run: Run) -> None:
+        """Another lane has this run from now on."""
+        if run in self.waiting:
+            self.waiting.remove(run)
+        elif self.run is run:
+            self.run = None
+        for reading in [each for each in self._reading if each[0] is run]:
+            reading[1].close()
+            self._reading.remove(reading)
 
     def take(self) -> tuple[Run, str] | None:
         """The next frame of this lane, and whose it is. Raises EventsExpired, or _Unasked for an end nobody
@@ -92,8 +104,9 @@ class Lane:
         return None
 
     def runs(self) -> list[Run]:
-        """Every run that this lane started or will start and that has not ended."""
-        return [run for run in (self.live_run, *self.waiting) if run is not None]
+        """Its runs that have not ended, those that wait included."""
+        runs = (self.live_run, *self.waiting)
+        return [run for run in runs if run is not None and run.state.phase is not Phase.ENDED]
 
     def close(self) -> None:
         """Nobody reads this lane any more."""
@@ -149,15 +162,15 @@ class Connection:
                     self._say(flooded(FRAMES_AHEAD), None)
 
     def leave(self) -> None:
-        """Give up everything: runs that this connection owned are cancelled within a step."""
+        """Give up everything: the runs of this connection are cancelled within a step."""
         for lane in self._lanes.values():
             lane.close()
             for run in lane.runs():
-                if run.owner is lane:
-                    run.on_change = None
-                    run.interrupt("cancelled")
-                    if run in lane.waiting:
-                        self._service.forget(run)
+                run.on_change = None
+                run.interrupt("cancelled")
+                if not run.is_started:
+                    self._service.forget(run)
+        self._lanes.clear()
 
     # ---- what the client says ----
 
@@ -206,29 +219,30 @@ class Connection:
         run, is_new = self._service.create(
             request, frame=frame, caller=self._caller, prototype=self._prototype
         )
-        if not is_new:
-            return self._show_again(lane, run)
-        run.state.leg_work.times_ms.transport += (monotonic() - received) * 1e3
-        run.received = received
+        if is_new:
+            run.state.leg_work.times_ms.transport += (monotonic() - received) * 1e3
+            run.received = received
+        elif run in lane.runs():
+            return  # it is being shown, or will be
+        try:
+            cursor = run.log.cursor(on_ready=lambda: self._mark_ready(lane))
+        except EventsExpired:
+            raise events_expired(run) from None
+        if isinstance(run.owner, Lane):
+            run.owner.let_go(run)
+            run.owner.connection.lose(run, run.owner)
         run.owner = lane
-        lane.waiting.append(run)
         held = lane.live_run
         if held is not None and held.state.phase is Phase.HELD:
             held.interrupt("superseded")
+        lane.accept(run, cursor)
         self._start_waiting()
-        return None
 
-    def _show_again(self, lane: Lane, run: Run) -> None:
-        """A create that was sent twice: its run is shown from the start, unless this lane is showing it
-        already.
-        """
-        if run.owner is lane and run.state.phase is not Phase.ENDED:
-            return
-        run.owner = lane
-        run.on_change = self._start_waiting
-        if lane.live_run is None:
-            lane.run = run
-        lane.read(run, run.log.cursor(on_ready=lambda: self._mark_ready(lane)))
+    def lose(self, run: Run, lane: Lane) -> None:
+        """A run of this connection was asked for by another lane, maybe of another connection."""
+        if run.state.phase is not Phase.ENDED:
+            self._say(taken_over(run), lane.name)
+        self._start_waiting()
 
     async def _append(self, event: wire.Append, frame: str, received: float) -> None:
         try:
@@ -305,7 +319,7 @@ class Connection:
                     code="websocket_stream_limit_reached",
                     param="stream_id",
                 )
-            lane = self._lanes[stream_id] = Lane(stream_id)
+            lane = self._lanes[stream_id] = Lane(stream_id, self)
         return lane
 
     def _start_waiting(self) -> None:
@@ -314,17 +328,13 @@ class Connection:
         runs = [lane.live_run for lane in self._lanes.values()]
         active = sum(run is not None and run.state.phase in working for run in runs)
         for lane in self._lanes.values():
-            if lane.waiting and lane.live_run is None and active < MAX_ACTIVE:
-                active += 1
-                self._start(lane, lane.waiting.popleft())
+            while lane.waiting and lane.live_run is None and active < MAX_ACTIVE:
+                run = lane.run = lane.waiting.popleft()
+                active += run.state.phase in working
+                run.on_change = self._start_waiting
+                self._service.start(run)
         if self._expired:
             self._close_when_idle()
-
-    def _start(self, lane: Lane, run: Run) -> None:
-        lane.run = run
-        run.on_change = self._start_waiting
-        lane.read(run, run.log.cursor(on_ready=lambda: self._mark_ready(lane)))
-        self._service.start(run)
 
     # ---- what the client is told ----
 
@@ -425,6 +435,23 @@ def flooded(limit: int) -> RequestError:
         status=429,
         type="rate_limit_error",
         code="rate_limit_exceeded",
+    )
+
+
+def events_expired(run: Run) -> RequestError:
+    """The run's log does not reach back to what was asked for."""
+    return RequestError(
+        f"The first events of response {run.state.id!r} are not kept any more.",
+        code="events_expired",
+        param="event_id",
+    )
+
+
+def taken_over(run: Run) -> RequestError:
+    """A lane loses a run to another one."""
+    return RequestError(
+        f"Response {run.state.id!r} goes on elsewhere: its request was sent again there.",
+        code="response_taken_over",
     )
 
 
