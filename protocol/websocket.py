@@ -196,7 +196,7 @@ class Connection:
             case wire.Append():
                 await self._append(event, frame, received)
             case wire.Cancel():
-                self._find(event.response_id).interrupt("cancelled")
+                self._find(event.response_id, waiting=True).interrupt("cancelled")
             case wire.Steer():
                 await self._steer(event)
             case wire.Inject():
@@ -297,11 +297,13 @@ class Connection:
             self._say_failed("response.steer.failed", failure, steer=about)
         return None
 
-    def _find(self, response_id: str) -> Run:
-        """A run of this connection that has not ended. Raises RequestError."""
+    def _find(self, response_id: str, *, waiting: bool = False) -> Run:
+        """A run of this connection that goes on or is held, or also one that waits for its lane. Raises
+        RequestError.
+        """
         for lane in self._lanes.values():
             for run in lane.runs():
-                if run.state.id == response_id:
+                if run.state.id == response_id and (waiting or run is lane.run):
                     return run
         raise RequestError(
             f"Response {response_id!r} is not going on, on this connection.",
@@ -354,9 +356,11 @@ class Connection:
         self._say_frame(wire.encode_any({"type": type, "sequence_number": 0, "error": error, **about}))
 
     def _say_frame(self, frame: str) -> None:
+        if self._close is not None:
+            return  # it comes too late
         self._errors.append(frame)
         self._something_to_send.set()
-        if len(self._errors) > MAX_ERRORS:
+        if len(self._errors) >= MAX_ERRORS:
             self._give_up((1008, "too many errors, none of them read"))
 
     def _close_after(self, close: tuple[int, str]) -> None:
