@@ -136,6 +136,7 @@ class Connection:
         self._ready: deque[Lane] = deque()
         self._errors: deque[str] = deque()
         self._close: tuple[int, str] | None = None  # once everything is said
+        self._last_words: str | None = None  # a frame to say then
         self._something_to_send = trio.Event()
         self._expired = False
 
@@ -387,6 +388,8 @@ class Connection:
                 if self._ready:
                     await self._write_from(self._ready.popleft())
             if self._close is not None:
+                if self._last_words is not None:
+                    await self._socket.send(self._last_words)
                 await self._socket.aclose(*self._close)
                 return
 
@@ -428,7 +431,7 @@ class Connection:
 
     def _close_when_idle(self) -> None:
         if self._close is None and not any(lane.runs() for lane in self._lanes.values()):
-            self._say(connection_expired(), None)
+            self._last_words = wire.error_frame(connection_expired())
             self._close_after((1001, "connection limit reached"))
 
 
