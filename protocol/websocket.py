@@ -35,6 +35,13 @@ MAX_QUEUED = 32  # creates that wait on one connection
 FRAMES_AHEAD = 32  # frames read before the dispatcher has looked at them
 MAX_ERRORS = 64  # error frames that wait to be sent: a client that makes more and reads none is flooding
 
+STEER_ERRORS = {
+    "response_not_found": "response_not_found",
+    "steering_not_supported": "steering_not_supported",
+    "previous_response_not_found": "response_not_active",  # it ended while the input was being looked at
+}
+"""What errors are called in `response.steer.failed`; all others are `invalid_input`."""
+
 log: structlog.stdlib.BoundLogger = structlog.get_logger("protocol.websocket")
 
 
@@ -47,8 +54,8 @@ async def serve_connection(
     connection = Connection(socket, service, caller, prototype)
     try:
         await connection.serve()
-    except* SocketClosed as closed:
-        log.info("socket_closed", connection=connection_id, reason=str(closed.exceptions[0]))
+    except* SocketClosed:
+        pass  # the edge, which opened the socket, logs its end
     finally:
         connection.leave()
 
@@ -277,26 +284,16 @@ class Connection:
         return run
 
     async def _steer(self, event: wire.Steer) -> None:
-        about = {"previous_response_id": event.previous_response_id, "input": event.input}
         try:
             run = self._find(event.previous_response_id)
+            if run.state.lifecycle != "held":
+                raise RequestError("Only held responses can be steered here.", code="steering_not_supported")
+            await run.steer(wire.parse_items(event.input, []))
         except RequestError as error:
-            return self._say_failed(
-                "response.steer.failed", {"code": error.code, "message": error.message}, steer=about
-            )
-        if run.state.lifecycle != "held":
-            failure = {
-                "code": "steering_not_supported",
-                "message": "Only held responses can be steered here.",
-            }
-            return self._say_failed("response.steer.failed", failure, steer=about)
-        try:
-            items = wire.parse_items(event.input, [])
-            await run.steer(items)
-        except RequestError as error:
-            failure = {"code": "invalid_input", "message": error.message}
+            code = STEER_ERRORS.get(error.code, "invalid_input")
+            failure = {"type": "invalid_request_error", "code": code, "message": error.message}
+            about = {"previous_response_id": event.previous_response_id, "input": event.input}
             self._say_failed("response.steer.failed", failure, steer=about)
-        return None
 
     def _find(self, response_id: str, *, waiting: bool = False) -> Run:
         """A run of this connection that goes on or is held, or also one that waits for its lane. Raises
@@ -353,7 +350,6 @@ class Connection:
 
     def _say_failed(self, type: str, error: dict[str, str], **about: object) -> None:
         """The answer to a steer or an inject that came to nothing; it gives back what was sent."""
-        error = {"type": "invalid_request_error", **error}
         self._say_frame(wire.encode_any({"type": type, "sequence_number": 0, "error": error, **about}))
 
     def _say_frame(self, frame: str) -> None:
