@@ -217,7 +217,8 @@ class BlockPool:
         elif partial is not None:
             self._forget(partial)  # a full block once, cut since
         expected_blocks = max(needed, -(-expected // self.block_size) - table.blocks)
-        if needed > self._free.count:
+        largest = self._free.largest()
+        if largest is None or largest[1] - largest[0] < needed:
             self._evict(max(needed - self._free.count, EVICTION_RUN))
         first_new_block: int | None = None
         while table.blocks < own_blocks:
@@ -371,10 +372,7 @@ class BlockPool:
             if taken:
                 return start, start + taken
         largest = self._free.largest()
-        if self._cached and (largest is None or largest[1] - largest[0] < needed):
-            self._evict(max(needed, EVICTION_RUN))
-            largest = self._free.largest()
-        assert largest is not None, "grow() has counted the free and cached blocks"
+        assert largest is not None, "grow() has made room"
         start, stop = largest
         if start > 0:  # somebody may end here and want to grow
             middle = start + max(0, min((stop - start) // 2, stop - start - expected))

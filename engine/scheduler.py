@@ -73,7 +73,7 @@ class Scheduler:
         self.info = ModelInfo(
             model=config.model,
             architecture=shape.architecture,
-            path="own decoder",
+            path=f"own decoder, which runs {shape.architecture}",
             folder=folder,
             device=str(self._decoder.device),
             dtype=str(self._decoder.dtype).removeprefix("torch."),
@@ -112,10 +112,7 @@ class Scheduler:
         now = time.monotonic()
         for command in commands:
             if command.sequence in self._failed:
-                if isinstance(command, Fork):
-                    self._lose(
-                        command.child, "engine_error", f"sequence {command.sequence} was lost before it"
-                    )
+                self._after_failure(command)
                 continue
             match command:
                 case Open(number, namespace):
@@ -279,6 +276,14 @@ class Scheduler:
         self._release(sequence)
         self._lose(sequence.number, code, message)
 
+    def _after_failure(self, command: Command) -> None:
+        """A command crossed the news that its sequence has failed: nothing to do, but to fail its forks."""
+        match command:
+            case Fork(number, child):
+                self._lose(child, "engine_error", f"sequence {number}, to be forked, has failed before")
+            case Release(number):
+                del self._failed[number]
+
     def _lose(self, number: int, code: FailureCode, message: str) -> None:
         self._events.append(Failed(number, code, message))
         self._failed[number] = None
@@ -307,7 +312,7 @@ class Scheduler:
         decode_seconds = time.monotonic() - leg.decode_started_at if leg.sampled else 0.0
         self._events.append(Stopped(sequence.number, reason, decode_seconds))
         self._decoding.pop(sequence.number, None)
-        leg.sample = None
+        leg.sample = leg.history = None
         if leg.sampled:
             sequence.leg = None
         self._queue(sequence)

@@ -357,9 +357,12 @@ def test_commands_that_crossed_a_failure_are_ignored() -> None:
     events = run(engine, Open(1), Extend(1, [vocabulary]))
     assert only(events, Failed).code == "engine_error"
     assert f"0 to {vocabulary - 1}" in only(events, Failed).message
-    assert run(engine, Extend(1, [1]), Sample(1, GREEDY, 1), Pause(1), Truncate(1, 0), Release(1)) == []
+    assert run(engine, Extend(1, [1]), Sample(1, GREEDY, 1), Pause(1), Truncate(1, 0)) == []
     events = run(engine, Fork(1, 5), Extend(5, [1]), Sample(5, GREEDY, 1))
     assert only(events, Failed).sequence == 5, "a fork of a lost sequence is lost as well"
+    assert run(engine, Release(1)) == []
+    with pytest.raises(KeyError):
+        engine.submit([Release(1)])
 
 
 def test_known_prefixes_are_reused_within_a_namespace() -> None:
