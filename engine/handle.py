@@ -30,7 +30,7 @@ from engine import frames
 from engine.messages import Commands, EngineConfig, FromEngine, Ready, Step, Unusable
 from engine.routing import Engine, EngineState, EngineUnavailable, HandleStatistics
 from engine.sequence import EngineSequence, SequenceLost
-from engine.worker import AnyScheduler
+from engine.worker import AnyScheduler, seconds_until_due
 
 __all__ = [
     "Engine",
@@ -71,10 +71,13 @@ class InlineEngine(Engine):
         self._become_ready(scheduler.info)
         with trio.CancelScope() as self._life:
             while True:
-                if scheduler.has_work:
-                    await trio.lowlevel.checkpoint()
-                else:
+                if not scheduler.has_work:
                     await self._wait_for_commands()
+                elif (seconds := seconds_until_due(scheduler)) > 0:
+                    with trio.move_on_after(seconds):
+                        await self._wait_for_commands()
+                else:
+                    await trio.lowlevel.checkpoint()
                 scheduler.submit(self._take_commands())
                 self._route(scheduler.step())
         return "crashed on request"

@@ -4,7 +4,8 @@
 
 FD is the inherited end; MODULE:CALLABLE makes the scheduler from the `EngineConfig` that comes as the first
 message. The worker knows no model: torch comes in with the scheduler's module. While there is work it looks
-once a step whether commands have come; without work it blocks in the socket and costs no CPU. When the
+once a step whether commands have come; without work, or while none is due yet, it blocks in the socket and
+costs no CPU. When the
 other end closes, the server is gone, however it went, and so is this process.
 """
 
@@ -33,7 +34,10 @@ COLLECT_AFTER = (
 
 
 class AnyScheduler(Protocol):
-    """What the process and the inline engine need of a scheduler; `engine.scheduler.Scheduler` is one."""
+    """What the process and the inline engine need of a scheduler; `engine.scheduler.Scheduler` is one.
+
+    A scheduler that works by a clock also has a property `seconds_until_due`; see the function of that name.
+    """
 
     info: ModelInfo
 
@@ -46,6 +50,12 @@ class AnyScheduler(Protocol):
     @property
     def has_work(self) -> bool:
         """Whether another step would do anything before new commands come."""
+
+
+def seconds_until_due(scheduler: AnyScheduler) -> float:
+    """How long a step of a scheduler that has work would do nothing, unless commands come first."""
+    seconds: float = getattr(scheduler, "seconds_until_due", 0.0)
+    return seconds
 
 
 class ServerGone(Exception):
@@ -104,7 +114,13 @@ def serve(channel: Channel, scheduler: AnyScheduler) -> None:
     """
     decoder = msgspec.msgpack.Decoder(Commands)
     while True:
-        payloads = channel.poll() if scheduler.has_work else _receive_while_idle(channel)
+        if scheduler.has_work:
+            seconds = seconds_until_due(scheduler)
+            if seconds > 0:
+                channel.is_silent_for(seconds)
+            payloads = channel.poll()
+        else:
+            payloads = _receive_while_idle(channel)
         for payload in payloads:
             scheduler.submit(decoder.decode(payload).commands)
         step = scheduler.step()

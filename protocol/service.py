@@ -44,7 +44,7 @@ class Service:
     def __init__(self, settings: Settings, engine: Engine | None = None) -> None:
         self.settings = settings
         self.draining = False
-        self._engine = engine or ProcessEngine(engine_config(settings), threads=settings.threads)
+        self._engine = engine or make_engine(settings)
         self._scripts = load_scripts(settings.scripts)
         self._models: dict[str, Model] = {}
         self._unusable: str | None = None  # why there will be no model
@@ -270,7 +270,14 @@ def engine_config(settings: Settings) -> EngineConfig:
         dtype=settings.dtype,
         max_context=settings.max_context,
         kv_memory=settings.kv_memory,
+        pace=settings.pace,
     )
+
+
+def make_engine(settings: Settings) -> Engine:
+    """The engine that a server is to have, not yet running: a process of its own."""
+    scheduler = "engine.scheduler:Scheduler" if settings.pace is None else "engine.paced:PacedScheduler"
+    return ProcessEngine(engine_config(settings), threads=settings.threads, scheduler=scheduler)
 
 
 def model_name(model: str) -> str:

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, TypeAlias, get_args
 
+from engine.messages import Pace
+
 Device: TypeAlias = Literal["auto", "cpu", "cuda"]
 Dtype: TypeAlias = Literal["auto", "float32", "bfloat16", "float16"]
 Lifecycle: TypeAlias = Literal["chained", "held"]
@@ -41,6 +43,7 @@ class Settings:
     host: str = "127.0.0.1"
     port: int = 8765  # 0: any free one
     model: str = str(EMBEDDED_MODEL)  # a folder or a hub id
+    engine: str = "torch"  # or ``paced:decode=1000,prefill=20000``, see `pace`
     device: Device = "auto"
     dtype: Dtype = "auto"
     threads: int = 1  # of the engine: the event loop wants a core for itself
@@ -78,6 +81,7 @@ class Settings:
             raise SettingsError("model", "is empty")
         if self.model.startswith(("/", ".")) and not Path(self.model).is_dir():
             raise SettingsError("model", f"there is no folder {self.model}")
+        _read_pace(self.engine)
         for name, allowed in _CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise SettingsError(name, f"{getattr(self, name)!r} is none of {', '.join(allowed)}")
@@ -101,6 +105,11 @@ class Settings:
             )
 
     @property
+    def pace(self) -> Pace | None:
+        """How fast the paced engine is to be; None: the engine is the real one."""
+        return _read_pace(self.engine)
+
+    @property
     def is_loopback(self) -> bool:
         """Whether only programs of this machine can connect."""
         if self.host == "localhost":
@@ -109,6 +118,31 @@ class Settings:
             return ipaddress.ip_address(self.host).is_loopback
         except ValueError:
             return False  # a name, which may resolve to anything
+
+
+PACED = "paced:"
+
+
+def _read_pace(engine: str) -> Pace | None:
+    if engine == "torch":
+        return None
+    if not engine.startswith(PACED):
+        raise SettingsError("engine", f"{engine!r} is neither torch nor {PACED}decode=RATE,prefill=RATE")
+    rates: dict[str, float] = {}
+    for part in engine.removeprefix(PACED).split(","):
+        name, _, value = part.partition("=")
+        if name not in Pace.__struct_fields__ or name in rates:
+            raise SettingsError("engine", f"{part!r}: one of decode, prefill and step is set here, each once")
+        try:
+            rates[name] = float(value)
+        except ValueError:
+            raise SettingsError("engine", f"{part!r}: {value!r} is not a number") from None
+    if missing := {"decode", "prefill"} - rates.keys():
+        raise SettingsError("engine", f"{engine!r} does not say {' and '.join(sorted(missing))}")
+    try:
+        return Pace(**rates)
+    except ValueError as error:
+        raise SettingsError("engine", str(error)) from None
 
 
 _CHOICES: dict[str, tuple[str, ...]] = {

@@ -52,6 +52,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PATH_OR_ID",
         help="a checkpoint's folder or hub id (the small model that comes with the server)",
     )
+    option(
+        "engine",
+        "what makes the tokens: torch, or paced:decode=RATE,prefill=RATE[,step=SECONDS] for forced legs only,"
+        " without weights, at these rates in tokens a second",
+        metavar="ENGINE",
+    )
     choice("device", "where the model runs", Device)
     choice("dtype", "the type of its weights", Dtype)
     option("threads", "the engine's threads", type=int, metavar="N")
