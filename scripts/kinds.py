@@ -58,9 +58,19 @@ def draw_task(
 
 
 def draw_conversation(
-    rng: random.Random, longest_folder: int, longest_trail: int, long_share: float, varied: bool = False
+    rng: random.Random,
+    longest_folder: int,
+    longest_trail: int,
+    long_share: float,
+    varied: bool = False,
+    together: float = 0.0,
 ) -> list[Message]:
-    """A right conversation to learn from: one task, or one in six times two or three of them."""
+    """A right conversation to learn from: one task, or one in six times two or three of them.
+
+    `together` is the share of conversations that are `read_together`, the kind that is learned last.
+    """
+    if together and rng.random() < together:
+        return read_together(Maker(rng, "train", longest_folder, longest_trail, varied)).conversation()[0]
     if rng.random() < 5 / 6:
         return draw_task(rng, "train", longest_folder, longest_trail, long_share, varied).conversation()[0]
     tasks: list[Task] = []

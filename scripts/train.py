@@ -53,12 +53,23 @@ class Stage:
     horizon: int = 0  # steps at which a cosine would bring the learning rate to nothing; 0: it stays
     grows: bool = False  # folders and trails grow longer over the horizon
     varied: bool = False  # names of all kinds
+    together: float = 0.0  # share of conversations that read files together, the hardest of the short kinds
 
 
 STAGES = (
     Stage("copying", seed=1, steps=1600, copying_every=1, learning_rate=2e-3),
     Stage("tasks", seed=2, steps=3000, copying_every=8, learning_rate=2e-3, horizon=9000, grows=True),
-    Stage("names", seed=3, steps=8000, copying_every=8, learning_rate=1.5e-3, horizon=8000, varied=True),
+    Stage("names", seed=3, steps=1000, copying_every=8, learning_rate=1.5e-3, horizon=8000, varied=True),
+    Stage(
+        "together",
+        seed=4,
+        steps=7000,
+        copying_every=8,
+        learning_rate=1.4e-3,
+        horizon=7000,
+        varied=True,
+        together=0.25,
+    ),
 )
 
 
@@ -103,7 +114,7 @@ def conversation_batches(rng: random.Random, tokenizer: Tokenizer, stage: Stage)
     made = 0
     while True:
         limits = longest(made / stage.horizon if stage.grows else 1.0)
-        drawn = [draw_conversation(rng, *limits, stage.varied) for _ in range(POOL)]
+        drawn = [draw_conversation(rng, *limits, stage.varied, stage.together) for _ in range(POOL)]
         rows = sorted(
             ((training_row(tokenizer, messages), messages) for messages in drawn),
             key=lambda row: len(row[0][0]),
