@@ -47,7 +47,6 @@ from protocol.settings import EMBEDDED_MODEL, Settings, SettingsError
 GREEDY = Sampling()
 KV_TOKEN_BYTES = 2 * 4 * 2 * 32 * 4  # keys and values, layers, key heads, head size, float32 of embedded/
 RANDOM_KV_TOKEN_BYTES = 2 * 2 * 2 * 16 * 4  # the same of a random model
-PACED = "engine.paced:PacedScheduler"
 DEADLINE = 60.0  # seconds
 
 
@@ -513,10 +512,9 @@ async def test_inline_it_keeps_its_rate_on_the_virtual_clock_and_hears_at_once(
 
 
 async def test_in_its_process_it_hears_a_command_while_no_token_is_due() -> None:
-    config = configuration(decode=1 / 3600, prefill=1e6, block_size=16)
+    """The second token would come in an hour."""
     engine = make_engine(Settings(engine="paced:decode=0.0003,prefill=1e6"))
     assert isinstance(engine, ProcessEngine)
-    assert config.pace is not None
     with trio.fail_after(DEADLINE):
         async with trio.open_nursery() as nursery:
             await nursery.start(engine.run)
