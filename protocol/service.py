@@ -154,8 +154,9 @@ class Service:
         self._run_ended.set()
 
     async def drain(self) -> None:
-        """Take no new runs, end those that are held, and wait for the legs that are going on. The caller has
-        the deadline.
+        """Take no new runs, end those that are held, and wait for the legs that are going on.
+
+        The caller has the deadline: cancelled, this ends what is left within a step.
         """
         self.draining = True
         for run in self._runs.values():
@@ -252,7 +253,9 @@ class Service:
                 "restarts_total": handle.restarts,
                 "sequences_open": handle.sequences_open,
                 **{
-                    f"{name}_total" if name in ENGINE_COUNTERS else name: getattr(handle.engine, name)
+                    name.removesuffix("_total") + "_total" * (name in ENGINE_COUNTERS): getattr(
+                        handle.engine, name
+                    )
                     for name in handle.engine.__struct_fields__
                 },
             },
