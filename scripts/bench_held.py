@@ -97,8 +97,7 @@ async def measure(options: argparse.Namespace, folder: Path) -> None:
     held_equals_fresh(options.model, options.runs)
 
 
-# ---- 1 -----------------------------------------------------------------------------------------------------
-# ----------
+# ---- 1 ----
 
 
 async def resume_latency(connection: Connection, repeats: int) -> None:
@@ -167,8 +166,7 @@ async def pause(run: Run) -> ServerEvent:
     raise AssertionError("a run ends with an event")
 
 
-# ---- 2 -----------------------------------------------------------------------------------------------------
-# ----------
+# ---- 2 ----
 
 
 async def against_bare_engine(
@@ -293,8 +291,7 @@ def timed_cpu(seconds: list[float]) -> Iterator[None]:
     seconds.append(process_time() - begin)
 
 
-# ---- 3 -----------------------------------------------------------------------------------------------------
-# ----------
+# ---- 3 ----
 
 
 @dataclass(slots=True)
@@ -382,8 +379,7 @@ def fresh_leg(scheduler: Scheduler, sequence: int, run: RandomRun, start: int, t
     return [token for event in events if isinstance(event, Sampled) for token in event.tokens]
 
 
-# ---- 4 -----------------------------------------------------------------------------------------------------
-# ----------
+# ---- 4 ----
 
 
 async def idle(server: LocalServer) -> None:
