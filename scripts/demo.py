@@ -20,6 +20,7 @@ from scripts.local_server import ServerDied, local_server
 from scripts.sample import make_sample_workspace, sample_task
 
 SEED = 7  # of the sample folder
+MOST_TOKENS = 4096  # several times what the sample task takes: a lost model comes to an end
 
 
 def main() -> int:
@@ -48,7 +49,14 @@ async def demonstrate(nursery: trio.Nursery, folder: Path, task: str) -> int:
         console.print(f"server         {server.url}\n")
         parser = argparse.ArgumentParser()
         agent.add_arguments(parser)
-        options = ["--workspace", str(workspace), "--url", server.url, "--temperature", "0"]
+        options = [
+            "--workspace",
+            str(workspace),
+            "--url",
+            server.url,
+            "--max-output-tokens",
+            str(MOST_TOKENS),
+        ]
         return await agent.run_task(nursery, parser.parse_args([*options, "--", task]))
 
 

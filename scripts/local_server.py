@@ -50,7 +50,11 @@ async def local_server(*options: str, log: Path) -> AsyncIterator[LocalServer]:
     command = [sys.executable, "-m", "scripts.cli", "serve", "--port", "0", "--log-format", "json", *options]
     with log.open("wb") as stderr:
         process = await trio.lowlevel.open_process(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=stderr
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=stderr,
+            start_new_session=True,  # the terminal's ^C is for whoever started it
         )
     try:
         with trio.fail_after(START_TIMEOUT):
