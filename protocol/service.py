@@ -19,11 +19,11 @@ from engine.handle import Engine, EngineUnavailable, ProcessEngine
 from engine.messages import EngineConfig
 from protocol import wire
 from protocol.access import Caller
-from protocol.appended import check_history
 from protocol.dialects.load import DialectError, load_dialect
 from protocol.errors import RequestError, overloaded
 from protocol.metrics import Sections
 from protocol.models import Model, ScriptError, load_models, load_scripts
+from protocol.past import Past, Shelf, not_found
 from protocol.response import Run
 from protocol.settings import EMBEDDED_MODEL, Settings
 from protocol.state import Phase, RunState
@@ -52,6 +52,7 @@ class Service:
         self._by_event_id: OrderedDict[tuple[str, str], Run] = OrderedDict()
         self._nursery: trio.Nursery | None = None
         self._run_ended = trio.Event()
+        self.shelf = Shelf(settings.max_held)
         self._ended: Counter[str] = Counter()
         self._work = Work()  # of all runs that have ended
 
@@ -98,7 +99,6 @@ class Service:
             model = self._model(request)
             check_supported(request)
             items = wire.parse_items(request.input, work.ignored)
-            check_history(items)
             wire.parse_tools(request.tools, work.ignored)
             wire.unknown_fields(frame, work.ignored)
             work.items_validated = len(items)
@@ -112,7 +112,7 @@ class Service:
             prototype=prototype,
             created_at=int(time()),
             request=request,
-            input=items,
+            items=items,
             leg_work=work,
         )
         run = Run(
@@ -139,6 +139,7 @@ class Service:
 
     def forget(self, run: Run) -> None:
         """A run that was created and will never be started."""
+        run.past.release()
         self._runs.pop(run.state.id, None)
         if run.state.request.event_id is not None:
             self._by_event_id.pop((run.state.owner, run.state.request.event_id), None)
@@ -152,6 +153,10 @@ class Service:
         self._work.add(run.state.work)
         self._work.ignored.clear()
         self._run_ended.set()
+
+    async def find_past(self, response_id: str, caller: Caller) -> Past:
+        """The Response of this id that the caller made and had stored. Raises RequestError."""
+        raise not_found(response_id)
 
     async def drain(self) -> None:
         """Take no new runs, end those that are held, and wait for the legs that are going on.
@@ -295,12 +300,6 @@ def check_supported(request: wire.Create) -> None:
     """Refuse what this server knows and cannot do, where leaving it out would change the answer. Raises
     RequestError.
     """
-    if request.previous_response_id is not None:
-        raise RequestError(
-            f"Previous response with id '{request.previous_response_id}' not found.",
-            code="previous_response_not_found",
-            param="previous_response_id",
-        )
     text_format = (request.text or {}).get("format") or {"type": "text"}
     refused = {
         "background": bool(request.background),
