@@ -258,7 +258,11 @@ def test_known_prefixes_are_reused_within_a_namespace_and_cost_no_time() -> None
     bench = Bench(prefill=1000)
     prompt = list(range(30))
     for number, namespace, reused in [(1, "a", 0), (2, "a", 28), (3, "b", 0), (4, "b", 28)]:
-        commands = [Open(number, namespace), Extend(number, prompt), Sample(number, GREEDY, 9, (), [7])]
+        commands: list[Command] = [
+            Open(number, namespace),
+            Extend(number, prompt),
+            Sample(number, GREEDY, 9, (), [7]),
+        ]
         prefilled = only(bench.run(*commands), Prefilled)
         assert (prefilled.reused, prefilled.prefilled) == (reused, 30 - reused)
         assert prefilled.prefill_seconds == pytest.approx((30 - reused) / 1000)
