@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 
 # Characters. Tokenising more takes over a millisecond, which the event loop should not lose.
 TOKENISE_IN_THREAD = 16_384
+CHARACTERS_A_TOKEN = 8  # prose and code have 3 to 5; a text with more is looked at in parts first
+CUT_COSTS = 64  # tokens that the end of a part may come to beyond what it is in the whole text
 
 log: structlog.stdlib.BoundLogger = structlog.get_logger("protocol.response")
 
@@ -329,12 +331,28 @@ class Run:
         with work.timed("safety_in"):
             items = self._filters.input(items, param)
         fragment = (opening or []) + self._render(lambda: self._dialect.items(items), work)
+        with work.timed("tokenise"):
+            await self._check_may_fit(fragment, work)
+            return await self._tokenize(fragment, work)
+
+    async def _check_may_fit(self, fragment: Fragment, work: Work) -> None:
+        """Refuse a text far beyond the context for what its first part comes to: it must not cost what it is
+        long. Raises RequestError.
+        """
+        limit = self._model.max_input
+        length = CHARACTERS_A_TOKEN * limit
+        while length < characters(fragment):
+            tokens = await self._tokenize(first_part(fragment, length), work)
+            if len(tokens) > limit + CUT_COSTS:
+                raise context_too_long(len(tokens), limit)
+            length *= 2
+
+    async def _tokenize(self, fragment: Fragment, work: Work) -> list[int]:
         length = characters(fragment)
         work.characters_tokenised += length
-        with work.timed("tokenise"):
-            if length < TOKENISE_IN_THREAD:
-                return self._dialect.tokenize(fragment)
-            return await trio.to_thread.run_sync(self._dialect.tokenize, fragment)
+        if length < TOKENISE_IN_THREAD:
+            return self._dialect.tokenize(fragment)
+        return await trio.to_thread.run_sync(self._dialect.tokenize, fragment)
 
     def _check_takes_input(self) -> None:
         if self.state.phase not in (Phase.SAMPLING, Phase.OWING, Phase.HELD):
@@ -559,6 +577,19 @@ def nothing_to_append_to(response_id: str | None) -> RequestError:
         else f"Response {response_id!r} takes no input now."
     )
     return RequestError(whom, code="previous_response_not_found", param="response_id")
+
+
+def first_part(fragment: Fragment, length: int) -> Fragment:
+    """The beginning of a fragment, with this many characters of text at most."""
+    part: Fragment = []
+    for piece in fragment:
+        if isinstance(piece, str):
+            piece = piece[:length]
+            length -= len(piece)
+        part.append(piece)
+        if length <= 0:
+            break
+    return part
 
 
 def characters(fragment: Fragment) -> int:

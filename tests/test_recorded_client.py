@@ -24,7 +24,7 @@ from recorded_frames import (
 )
 from strict_sdk import DONE, check_event
 
-pytest_plugins = ["real_server"]
+pytest_plugins = ["shared_server"]
 
 Clock = trio.testing.MockClock
 
