@@ -131,7 +131,7 @@ class ConnectionMemory:
         return None if self._latest.get(lane) == response_id else self.take(lane, response_id)
 
     def evict(self, lane: object, response_id: str) -> None:
-        """This lane's continuation of the Response failed: it cannot be continued any more. Other lanes' can."""
+        """This lane's continuation of the Response failed: it is gone. What other lanes made stays."""
         if self._latest.get(lane) == response_id:
             del self._latest[lane]
             self._pasts.pop(response_id).release()

@@ -82,7 +82,7 @@ class Run:
         self._conversation = Conversation(state.ledger, engine, state.owner)
         shown = state.request.tool_choice != "none"
         self._tools = wire.parse_tools(state.request.tools, []) if shown else []
-        self._intake = Intake(self._dialect, self._filters, self._tools)
+        self._intake = Intake(self._dialect, self._filters, self._tools, limit=model.max_input)
         self._hold_timeout = hold_timeout
         self._heartbeat = heartbeat
         self._leg: Leg | None = None

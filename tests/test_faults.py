@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import trio
+from harness import said, serving
 from hypothesis import given
 from hypothesis import strategies as st
 from real_server import (
@@ -29,7 +30,7 @@ from real_server import (
 )
 from wsproto.events import BytesMessage, TextMessage
 
-pytest_plugins = ["real_server"]
+pytest_plugins = ["shared_server"]
 
 CREATE: Json = {
     "type": "response.create",
@@ -253,6 +254,29 @@ async def test_a_frame_of_16_mib_is_taken(server: RealServer) -> None:
         assert len(text) == LIMIT
         await client.send_text(text)
         assert (await client.until("response.completed"))["response"]["work"]["bytes_in"] == LIMIT
+
+
+async def test_16_mib_of_text_cost_what_the_context_takes(server: RealServer) -> None:
+    """They are 13 million tokens, which nobody has to count to see that they do not fit."""
+    async with connected(server) as client:
+        memory = (await server.until_metrics(bool))["process_resident_memory_bytes"]
+        await client.send_text(frame(input="word " * (LIMIT // 5 - 200)))
+        error = await client.until("error")
+        assert (error["status"], error["error"]["code"]) == (400, "context_length_exceeded")
+        assert (await server.until_metrics(bool))["process_resident_memory_bytes"] - memory < 500_000_000
+        await check_serves(client)
+
+
+async def test_text_of_long_tokens_may_fit_where_others_do_not() -> None:
+    """However many characters a token has, what fits is taken and what does not is refused."""
+    script = {"hello": [[said("hello there")]]}
+    async with serving(script, engine={"max_context": 400}) as bench:
+        peer = bench.connect()
+        token = '", "parameters": {"type": "object", "properties": {"'  # one of the tokenizer's
+        for count, kind in ((80, "response.completed"), (395, "error"), (3000, "error")):
+            peer.create("forced:hello", input=token * count, tools=[])
+            event = await peer.until(kind)
+        assert event["error"]["code"] == "context_length_exceeded"
 
 
 @pytest.mark.parametrize(

@@ -155,6 +155,16 @@ def test_lateness_is_made_up_for_and_never_adds_up(late: list[float]) -> None:
     assert engine.statistics().tokens_sampled == 300
 
 
+def test_one_step_makes_up_for_whole_passes_and_the_tokens_after_them() -> None:
+    bench = Bench(decode=1000, prefill=1000, prefill_chunk=50)
+    bench.engine.submit(leg(1, [1] * 300, [7] * 500))
+    bench.engine.step()
+    bench.clock.now += 0.4
+    events = bench.engine.step().events
+    assert only(events, Prefilled).prefill_seconds == pytest.approx(0.3)
+    assert len(tokens_of(events, 1)) == pytest.approx(101, abs=1)
+
+
 def test_sequences_decode_side_by_side_each_at_its_own_rate() -> None:
     bench = Bench(decode=100, prefill=1e6, blocks=400)
     commands = [command for number in range(20) for command in leg(number, [number] * 10, [number] * 50)]
@@ -248,7 +258,11 @@ def test_known_prefixes_are_reused_within_a_namespace_and_cost_no_time() -> None
     bench = Bench(prefill=1000)
     prompt = list(range(30))
     for number, namespace, reused in [(1, "a", 0), (2, "a", 28), (3, "b", 0), (4, "b", 28)]:
-        commands = [Open(number, namespace), Extend(number, prompt), Sample(number, GREEDY, 9, (), [7])]
+        commands: list[Command] = [
+            Open(number, namespace),
+            Extend(number, prompt),
+            Sample(number, GREEDY, 9, (), [7]),
+        ]
         prefilled = only(bench.run(*commands), Prefilled)
         assert (prefilled.reused, prefilled.prefilled) == (reused, 30 - reused)
         assert prefilled.prefill_seconds == pytest.approx((30 - reused) / 1000)

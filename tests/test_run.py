@@ -9,9 +9,12 @@ from typing import Any
 import pytest
 import trio
 
+import protocol.response
 from engine.messages import Extend, Open, Sample, Sampled, Sampling
 from engine.scheduler import Scheduler
 from protocol import wire
+from protocol.dialects.base import TextDelta
+from protocol.intake import TOKENISE_IN_THREAD
 from tests.harness import (
     TOOLS,
     Bench,
@@ -20,6 +23,7 @@ from tests.harness import (
     answer,
     assembled,
     call,
+    clock_stands_still,
     custom_call,
     result,
     results,
@@ -991,3 +995,124 @@ def sampled_afresh(
         for event in scheduler.step().events:
             tokens += event.tokens if isinstance(event, Sampled) else []
     return tokens
+
+
+# ---- bugs of ours
+
+
+class BrokenParser:
+    """Breaks at the fifth token."""
+
+    def __init__(self) -> None:
+        self._count = 0
+
+    def feed(self, tokens: Sequence[int]) -> list[Any]:
+        self._count += len(tokens)
+        if self._count == 5:
+            raise RuntimeError("a bug in a parser")
+        return [TextDelta("x")]
+
+    def finish(self) -> list[Any]:
+        return []
+
+
+@pytest.mark.parametrize(
+    ("method", "broken"), [("parser", lambda tools: BrokenParser()), ("items", lambda items: 1 / 0)]
+)
+async def test_a_bug_ends_one_run_with_a_plain_error(
+    method: str, broken: Any, autojump_clock: trio.abc.Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serving(SCRIPTS) as bench:
+        keeping, unlucky = bench.connect(), bench.connect()
+        done = await held(keeping)
+        with monkeypatch.context() as patched:
+            patched.setattr(bench.model("calling").dialect, method, broken, raising=False)
+            unlucky.create("calling")
+            event = await unlucky.until("response.failed", "error")
+        error = event["error"] if event["type"] == "error" else event["response"]["error"]
+        assert error["code"] == "server_error"
+        assert "bug" not in error["message"]
+        assert "zero" not in error["message"]
+        keeping.append(result(done))
+        await keeping.until("response.completed")
+        unlucky.create("forced:long")
+        await unlucky.until("response.completed")
+        await bench.check_nothing_is_left()
+
+
+# ---- texts so long that a thread tokenises them
+
+
+async def test_long_texts_are_tokenised_beside_everything_else(
+    autojump_clock: trio.abc.Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serving(SCRIPTS) as bench:
+        ledgers = []
+        for longest in (TOKENISE_IN_THREAD, 1):
+            monkeypatch.setattr(protocol.response, "TOKENISE_IN_THREAD", longest)
+            with clock_stands_still():
+                peer = bench.connect()
+                done = await held(peer, "forced:parallel")
+                ledger = bench.runs[0].state.ledger
+                peer.append(*results(done), user("go on"))
+                completed = await peer.until("response.completed")
+                assert assembled(peer.heard) == completed["response"]["output"]
+                ledgers.append(ledger)
+        assert ledgers[0] == ledgers[1]
+
+
+async def test_a_run_that_ends_while_its_result_is_tokenised_refuses_it(
+    autojump_clock: trio.abc.Clock,
+) -> None:
+    async with serving(SCRIPTS) as bench:
+        with clock_stands_still():
+            peer = bench.connect()
+            done = await held(peer)
+            run = bench.runs[0]
+            ledger = list(run.state.ledger.tokens)
+            peer.append(result(done, "word " * 20000))
+            while not run._appending.locked():
+                await trio.lowlevel.checkpoint()
+            run.interrupt("cancelled")
+            await peer.until("response.incomplete")
+            error = await peer.until("error")
+            assert error["error"]["code"] == "previous_response_not_found"
+            assert run.state.ledger.tokens == ledger
+        await bench.check_nothing_is_left()
+
+
+# ---- the other lifecycle
+
+
+async def test_a_chained_response_ends_with_its_calls_and_takes_no_append(
+    autojump_clock: trio.abc.Clock,
+) -> None:
+    async with serving(SCRIPTS, lifecycle="held") as bench:
+        peer = bench.connect()
+        peer.create("forced:two", lifecycle="chained")
+        completed = await peer.until("response.completed")
+        assert [item["type"] for item in completed["response"]["output"]] == ["message", "function_call"]
+        assert completed["response"]["lifecycle"] == "chained"
+        peer.create("forced:long", lifecycle="chained")
+        await peer.until("response.output_text.delta")
+        peer.append(user("go on"))
+        assert (await peer.until("error"))["error"]["code"] == "previous_response_not_found"
+        await peer.until("response.completed")
+        peer.create("forced:two", lifecycle=None)
+        await peer.until("response.done")
+
+
+async def test_results_that_do_not_fit_in_kv_fail_the_run_that_they_are_for(
+    autojump_clock: trio.abc.Clock,
+) -> None:
+    async with serving(SCRIPTS, engine={"kv_memory": 20 * 16 * 512}) as bench:
+        peer = bench.connect()
+        done = await held(peer, "forced:parallel")
+        peer.append(result(done, "word " * 400))
+        await peer.until("response.done")
+        await bench.settle()
+        peer.append(*results(done)[1:])
+        failed = await peer.until("response.failed")
+        assert failed["response"]["error"]["code"] == "server_is_overloaded"
+        assert assembled(peer.heard) == failed["response"]["output"]
+        await bench.check_nothing_is_left()
