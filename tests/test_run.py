@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import trio
 
-import protocol.response
+import protocol.intake
 from engine.messages import Extend, Open, Sample, Sampled, Sampling
 from engine.scheduler import Scheduler
 from protocol import wire
@@ -1049,7 +1049,7 @@ async def test_long_texts_are_tokenised_beside_everything_else(
     async with serving(SCRIPTS) as bench:
         ledgers = []
         for longest in (TOKENISE_IN_THREAD, 1):
-            monkeypatch.setattr(protocol.response, "TOKENISE_IN_THREAD", longest)
+            monkeypatch.setattr(protocol.intake, "TOKENISE_IN_THREAD", longest)
             with clock_stands_still():
                 peer = bench.connect()
                 done = await held(peer, "forced:parallel")
