@@ -210,7 +210,13 @@ class Service:
                 "Missing required parameter: 'model'.", code="missing_required_parameter", param="model"
             )
         if not self._models:
-            raise overloaded(f"The model is not loaded: {self._unusable or self._engine.reason}.")
+            # No overload: clients that give up at that code come again at this one.
+            raise RequestError(
+                f"There is no model: {self._unusable or self._engine.reason}. Please try again in 5s.",
+                status=503,
+                type="server_error",
+                code="server_error",
+            )
         model = self._models.get(request.model)
         if model is None:
             raise RequestError(
