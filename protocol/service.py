@@ -100,6 +100,7 @@ class Service:
             items = wire.parse_items(request.input, work.ignored)
             check_history(items)
             wire.parse_tools(request.tools, work.ignored)
+            request.tools = wire.without_ignored(request.tools)
             wire.unknown_fields(frame, work.ignored)
             work.items_validated = len(items)
         request.input = None

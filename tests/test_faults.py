@@ -279,6 +279,16 @@ async def test_text_of_long_tokens_may_fit_where_others_do_not() -> None:
         assert event["error"]["code"] == "context_length_exceeded"
 
 
+async def test_what_means_nothing_here_is_not_repeated(server: RealServer) -> None:
+    """Neither is it kept: a Response that repeats 9 MB twice is more than its log holds."""
+    async with connected(server) as client:
+        unknown = {"type": "of tomorrow", "data": "x" * 9_000_000}
+        await client.create("forced:hello", tools=[TOOLS[0], unknown])
+        completed = await client.until("response.completed")
+        assert completed["response"]["tools"] == [TOOLS[0]]
+        assert completed["response"]["work"]["ignored"] == ["tools[1]: tool of type of tomorrow"]
+
+
 @pytest.mark.parametrize(
     ("message", "code"),
     [
@@ -343,7 +353,7 @@ def hasty(scripts: Path) -> Iterator[RealServer]:
     """A server of two keys whose patience is short. It may be ended when nothing else needs it."""
     with RealServer(
         f"--script={scripts}",
-        *("--api-key=one", "--api-key=two", "--hold-timeout=1", "--max-context=2048"),
+        *("--api-key=one", "--api-key=two", "--hold-timeout=1"),
         send_timeout=1,
         ping_interval=1,
         ping_timeout=4,
@@ -368,12 +378,14 @@ async def test_a_client_that_is_half_gone_is_found_out(hasty: RealServer) -> Non
 async def test_a_client_that_stops_reading_costs_nobody_anything(hasty: RealServer) -> None:
     """It has a share of memory that does not grow with what it leaves unread, and is dropped in time."""
     closed_before = hasty.count("socket_closed", code=1006)
-    too_much = {"type": "of tomorrow", "data": "x" * 3_000_000}  # is repeated when the Response is created
+    repeated = "function " * 11_000  # 99 kB in the first event and in the last
     async with connected(hasty, with_key("one")) as client, connected(hasty, with_key("two")) as other:
         await check_serves(other)
         memory = (await hasty.until_metrics(bool))["process_resident_memory_bytes"]
         for lane in "abc":
-            await client.create("forced:long", tools=[too_much], stream_id=lane)
+            await client.create("forced:long", stream_id=lane)
+        for _ in range(28):
+            await client.create("forced:hello", generate=False, instructions=repeated)
         for number in range(3):
             await check_serves(other, f"lane{number}")
         await hasty.until("socket_closed", count=closed_before + 1, code=1006)
