@@ -28,7 +28,7 @@ from real_server import (
     texts,
     until_gone,
 )
-from wsproto.events import BytesMessage, TextMessage
+from wsproto.events import BytesMessage, CloseConnection, TextMessage
 
 pytest_plugins = ["shared_server"]
 
@@ -334,17 +334,20 @@ async def test_a_flood_is_answered_or_cut_off_and_harms_nobody_else(server: Real
 # ------------------------------------------------------------------------------------------------------
 
 
-async def test_a_client_that_vanishes_takes_its_runs_with_it(server: RealServer) -> None:
+@pytest.mark.parametrize("goes", ["by a close frame", "by a reset", "by the end of the stream"])
+async def test_a_client_that_goes_takes_its_runs_with_it(goes: str, server: RealServer) -> None:
     ended_before = server.count("response_ended", reason="cancelled")
-    for goes_by_reset in (True, False):
-        async with connected(server) as client:
-            await client.create("forced:look", stream_id="held")
-            await client.until("response.done")
-            await client.create("forced:long", stream_id="sampling")
-            await client.until("response.output_text.delta")
-            if goes_by_reset:
-                await client.reset()
-    await server.until("response_ended", count=ended_before + 4, reason="cancelled")
+    async with connected(server) as client:
+        await client.create("forced:look", stream_id="held")
+        await client.until("response.done")
+        await client.create("forced:endless", stream_id="sampling")
+        await client.until("response.output_text.delta")
+        if goes == "by a close frame":
+            await client.send_event(CloseConnection(1000))
+            assert await client.until_closed() == 1000
+        elif goes == "by a reset":
+            await client.reset()
+    await server.until("response_ended", count=ended_before + 2, reason="cancelled")
     await server.until_idle()
 
 
