@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import trio
+import trio.testing
 from harness import said, serving
 from hypothesis import given
 from hypothesis import strategies as st
@@ -29,6 +30,8 @@ from real_server import (
     until_gone,
 )
 from wsproto.events import BytesMessage, CloseConnection, TextMessage
+
+from protocol import snapshot
 
 pytest_plugins = ["shared_server"]
 
@@ -420,6 +423,28 @@ async def test_keys_know_nothing_of_each_other(hasty: RealServer) -> None:
             ]
             said = json.dumps(answers).replace(response_id, "ID")
         assert said == json.dumps(answers).replace("resp_none", "ID")
+
+
+# ---- bugs of ours
+# --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("broken", ["ended", "created"])
+async def test_a_bug_in_how_a_run_ends_ends_that_run_only(
+    broken: str, autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serving({"hello": [[said("hello there")]]}) as bench:
+        keeping, unlucky = bench.connect(), bench.connect()
+        with monkeypatch.context() as patched:
+            patched.setattr(snapshot, broken, lambda state, model: 1 / 0)
+            unlucky.create("forced:hello", stream_id="a")
+            error = await unlucky.until("error")
+            assert (error["status"], error["error"]["code"]) == (500, "server_error")
+            assert error["stream_id"] == "a"
+        for peer in (keeping, unlucky):
+            peer.create("forced:hello", stream_id="a")
+            await peer.until("response.completed")
+        await bench.check_nothing_is_left()
 
 
 # ---- the engine
