@@ -279,6 +279,15 @@ class Run:
         if self.state.phase is Phase.HELD:
             self.interrupt("shutdown")
 
+    def abandon(self) -> None:
+        """After a bug in how a run ends: give back what it has, and let its client and its lane go on."""
+        self._conversation.release()
+        if not self.log.ended:
+            self.log.break_off(server_error())
+        self.state.phase = Phase.ENDED
+        if self.on_change is not None:
+            self.on_change()
+
     def interrupt(self, reason: str) -> None:
         """End the run within a step, as incomplete for this reason. Never waits. Idempotent."""
         if self._interrupted is None:

@@ -100,6 +100,7 @@ class Service:
             check_supported(request)
             items = wire.parse_items(request.input, work.ignored)
             wire.parse_tools(request.tools, work.ignored)
+            request.tools = wire.without_ignored(request.tools)
             wire.unknown_fields(frame, work.ignored)
             work.items_validated = len(items)
         request.input = None
@@ -145,11 +146,14 @@ class Service:
             self._by_event_id.pop((run.state.owner, run.state.request.event_id), None)
 
     async def _see_through(self, run: Run) -> None:
-        await run.run()
+        try:
+            await run.run()
+        except Exception:  # ours, in how a run ends: no other run may end with it
+            log.exception("run_lost", response=run.state.id)
+            run.abandon()
         self._runs.pop(run.state.id, None)
         ending = run.state.ending
-        assert ending is not None
-        self._ended[ending.reason or ending.status] += 1
+        self._ended[(ending.reason or ending.status) if ending is not None else "lost"] += 1
         self._work.add(run.state.work)
         self._work.ignored.clear()
         self._run_ended.set()

@@ -399,6 +399,11 @@ def parse_tools(raw: list[msgspec.Raw] | None, ignored: list[str], param: str = 
     return tools
 
 
+def without_ignored(raw: list[msgspec.Raw] | None) -> list[msgspec.Raw]:
+    """The tools that `parse_tools` takes, as they were sent."""
+    return [each for each in raw or [] if _TOOL_HEAD.decode(each).type in {*_TOOL_TYPES, "namespace"}]
+
+
 def _parse_namespace(raw: msgspec.Raw, ignored: list[str], at: str) -> NamespaceTool:
     group = _decode(_NAMESPACE, raw, at)
     members = parse_tools(group.tools, ignored, f"{at}.tools")

@@ -27,6 +27,7 @@ from typing import Any
 
 import trio
 from wsproto import Connection, ConnectionType
+from wsproto.connection import ConnectionState
 from wsproto.events import BytesMessage, CloseConnection, Event, Ping, Pong, TextMessage
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -309,7 +310,8 @@ class Client:
                 case Ping(payload=payload):
                     await self.send_event(Pong(payload))
                 case CloseConnection(code=code, reason=reason) as close:
-                    await self.send_event(close.response())
+                    if self.frames.state is ConnectionState.REMOTE_CLOSING:
+                        await self.send_event(close.response())
                     raise Closed(code, reason or "")
                 case BytesMessage():
                     raise AssertionError("the server never sends binary")

@@ -634,6 +634,20 @@ async def test_shutdown_ends_what_is_held_and_lets_a_leg_finish(autojump_clock: 
         await bench.check_kv_is_back()
 
 
+async def test_what_outlasts_the_grace_period_is_ended(autojump_clock: trio.abc.Clock) -> None:
+    async with serving(SCRIPTS) as bench:
+        peer = bench.connect()
+        peer.create("forced:long")
+        await peer.until("response.output_text.delta")
+        with bench.engine_stopped():
+            with trio.move_on_after(30):
+                await bench.service.drain()
+            ended = await peer.until("response.incomplete")
+            assert ended["response"]["incomplete_details"] == {"reason": "shutdown"}
+            assert assembled(peer.heard) == ended["response"]["output"]
+        await bench.check_nothing_is_left()
+
+
 # ---- limits on tokens
 
 

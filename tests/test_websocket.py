@@ -15,6 +15,7 @@ import trio.testing
 from trio_websocket import ConnectionClosed, wrap_client_stream
 
 from protocol.access import Caller
+from protocol.log import EventLog
 from protocol.settings import Settings
 from protocol.socket import BinaryFrame, Socket, SocketClosed, open_socket
 from protocol.websocket import FRAMES_AHEAD, MAX_ACTIVE, MAX_ERRORS, MAX_LANES, MAX_QUEUED
@@ -541,6 +542,27 @@ async def test_a_slow_client_finds_large_deltas_and_costs_others_nothing(
         assert len(slow.heard) < len(quick.heard)
         for peer in (slow, quick):
             assert assembled(peer.heard) == peer.heard[-1]["response"]["output"]
+
+
+async def test_a_client_for_which_events_were_not_kept_is_told_by_the_end(
+    autojump_clock: trio.abc.Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(cast(Any, EventLog.__init__).__kwdefaults__, "limit_bytes", 2000)
+    async with serving(SCRIPTS) as bench:
+        peer = bench.connect()
+        peer.stall()
+        peer.create("forced:parallel", event_id="e")
+        await bench.settle()
+        peer.go_on()
+        assert (await peer.until_closed())[0] == 1008
+        await bench.check_nothing_is_left()
+        late = bench.connect()
+        late.create("forced:parallel", event_id="e")
+        error = await late.until("error")
+        assert (error["status"], error["error"]["code"]) == (400, "events_expired")
+        monkeypatch.undo()
+        late.create("forced:parallel")
+        await late.until("response.done")
 
 
 async def test_a_client_without_pong_is_dropped(autojump_clock: trio.abc.Clock) -> None:
