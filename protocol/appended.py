@@ -4,6 +4,7 @@ functions.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from protocol import wire
@@ -36,16 +37,18 @@ def is_echo(item: wire.Item, output: wire.OutputItem) -> bool:
 
 
 def sort_appended(
-    items: Sequence[wire.Item], required: Sequence[wire.RequiredInput], first: int = 0
+    items: Sequence[wire.Item],
+    required: Sequence[wire.RequiredInput],
+    positions: Sequence[int] | None = None,
 ) -> tuple[list[wire.ToolOutput], list[wire.Message]]:
     """Results and messages of an append, each checked against what the run waits for. Raises RequestError.
 
-    `first` is what the client counts the first of them as.
+    `positions` is where the client has them, if not from 0 on.
     """
     expected = {each.call_id: each.type for each in required}
     results: list[wire.ToolOutput] = []
     messages: list[wire.Message] = []
-    for index, item in enumerate(items, first):
+    for index, item in zip(positions or range(len(items)), items, strict=True):
         at = f"input[{index}]"
         match item:
             case wire.FunctionCallOutput() | wire.CustomToolCallOutput():
@@ -62,14 +65,41 @@ def sort_appended(
     return results, messages
 
 
-def check_history(items: Sequence[wire.Item], history: Sequence[wire.Item]) -> None:
-    """Every result among new items comes after its call, there or in the history. Raises RequestError."""
+def check_history(
+    items: Sequence[wire.Item], history: Sequence[wire.Item], positions: Sequence[int] | None = None
+) -> None:
+    """Every result among new items comes after its call, there or in the history. `positions` is where the
+    client has the items, if not from 0 on. Raises RequestError.
+    """
     calls = {item.call_id for item in history if isinstance(item, wire.ToolCall)}
-    for index, item in enumerate(items):
+    for index, item in zip(positions or range(len(items)), items, strict=True):
         if isinstance(item, wire.ToolCall):
             calls.add(item.call_id)
         elif isinstance(item, wire.ToolOutput) and item.call_id not in calls:
             raise _no_such_call(item, f"input[{index}]")
+
+
+def as_sent(param: str | None, before: int, positions: Sequence[int]) -> str | None:
+    """A path whose index counts rendered items, with the index that the client's item has in its request: the
+    client's come after `before` others, and have these `positions`. None for an item of those others.
+    """
+    found = _INPUT_INDEX.match(param or "")
+    if param is None or found is None:
+        return param
+    index = int(found[1]) - before
+    return f"input[{positions[index]}]{param[found.end() :]}" if index >= 0 else None
+
+
+def required_input(output: Sequence[wire.OutputItem]) -> list[wire.RequiredInput]:
+    """What the client owes for these items: a result for each call that is whole."""
+    return [
+        wire.RequiredInput(wire.OUTPUT_TYPES[type(item)], item.call_id, item.name)
+        for item in output
+        if isinstance(item, wire.OutputCall) and item.status == "completed"
+    ]
+
+
+_INPUT_INDEX = re.compile(r"input\[(\d+)\]")
 
 
 def _no_such_call(item: wire.ToolOutput, at: str) -> RequestError:

@@ -38,7 +38,7 @@ class Backend(Protocol):
 class SocketHandler(Protocol):
     """What serves one WebSocket: `protocol.websocket.serve_connection`, with its service bound."""
 
-    async def __call__(self, socket: Socket, *, caller: Caller, prototype: bool, connection_id: str) -> None:
+    async def __call__(self, socket: Socket, *, caller: Caller, prototype: bool) -> None:
         """Serve until the socket is gone, and return or raise SocketClosed. It has to be in recv() to notice.
 
         A socket that is still open when this returns is closed with code 1000.

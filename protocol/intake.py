@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 import trio
 
 from protocol import wire
+from protocol.appended import as_sent
 from protocol.dialects.base import Dialect, Fragment, RenderingError
 from protocol.errors import RequestError, context_too_long, nested_too_deeply
 from protocol.filters import Filters
@@ -35,15 +36,23 @@ class Intake:
         """The tokens that a conversation with these instructions begins with. As `items` otherwise."""
         return await self._tokens(lambda: self._dialect.opening(instructions, self._tools), work)
 
-    async def items(self, items: Sequence[wire.Item], work: Work, param: str = "input") -> list[int]:
-        """The tokens of new items. What it takes is counted in `work`.
+    async def items(
+        self, items: Sequence[wire.Item], work: Work, *, positions: Sequence[int] | None = None
+    ) -> list[int]:
+        """The tokens of new items. What it takes is counted in `work`. `positions` is where the client has
+        the last of them, for errors; those before are not the client's.
 
         Waits only while long texts are tokenised in a thread. Cancelled, it has changed nothing but `work`.
         Raises RequestError.
         """
         with work.timed("safety_in"):
-            items = self._filters.input(items, param)
-        return await self._tokens(lambda: self._dialect.items(items), work)
+            items = self._filters.input(items, "input")
+        try:
+            return await self._tokens(lambda: self._dialect.items(items), work)
+        except RequestError as error:
+            if positions is not None:
+                error.param = as_sent(error.param, len(items) - len(positions), positions)
+            raise
 
     async def _tokens(self, render: Callable[[], Fragment], work: Work) -> list[int]:
         try:

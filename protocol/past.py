@@ -9,23 +9,30 @@ lives; the `Shelf` bounds how many of them have their KV.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeAlias
 
 from protocol.conversation import Conversation
 from protocol.errors import RequestError
 from protocol.state import RunState
+from protocol.steering import Steered
 from protocol.wire import Create
 
 EARLIER_RESPONSES = 32  # that a connection remembers beside each lane's latest: forks go back a few turns
 
 
 class Past:
-    """One ended Response. Without a conversation its KV is not kept: the ledger is prefilled again."""
+    """One ended Response. Without a conversation its KV is not kept: the ledger is prefilled again. What
+    continues it begins with `steers`.
+    """
 
-    def __init__(self, state: RunState, conversation: Conversation | None = None) -> None:
+    def __init__(
+        self, state: RunState, conversation: Conversation | None = None, steers: Sequence[Steered] = ()
+    ) -> None:
         self.state = state
         self.conversation = conversation
+        self.steers = list(steers)
+        self.lane: str | None = None  # that it was made on, where it is remembered
 
     def begins_with(self, opening: list[int]) -> bool:
         """Whether its ledger begins with these instructions and tools: then it is continued as it is."""
@@ -33,7 +40,7 @@ class Past:
         return len(ledger) > 0 and ledger.tokens[: self.state.opening] == opening
 
     def fork(self) -> Past:
-        """The same past for one more successor, sharing the KV."""
+        """The same past for one more successor, sharing the KV, on another lane than what was steered."""
         return Past(self.state, self.conversation and self.conversation.succeed(fork=True))
 
     def release(self) -> None:
@@ -95,11 +102,16 @@ class ConnectionMemory:
 
     def __init__(self, shelf: Shelf) -> None:
         self._shelf = shelf
-        self._latest: dict[object, str] = {}  # lane to id
+        self._latest: dict[str | None, str] = {}  # lane to id
         self._pasts: OrderedDict[str, Past] = OrderedDict()  # oldest first
 
-    def keep(self, lane: object, past: Past) -> None:
-        """The lane's latest Response is this one."""
+    def find(self, response_id: str) -> Past | None:
+        """The past of this id, which stays as it is."""
+        return self._pasts.get(response_id)
+
+    def keep(self, lane: str | None, past: Past) -> list[Past]:
+        """The lane's latest Response is this one. Returns those that are not remembered any more."""
+        past.lane = lane
         if earlier := self._pasts.get(self._latest.get(lane, "")):
             earlier.release()
         self._latest[lane] = past.state.id
@@ -108,29 +120,35 @@ class ConnectionMemory:
             self._shelf.put(past.conversation)
         latest = set(self._latest.values())
         earlier_ids = [each for each in self._pasts if each not in latest]
+        forgotten = []
         for response_id in earlier_ids[: max(0, len(earlier_ids) - EARLIER_RESPONSES)]:
-            self._pasts.pop(response_id).release()
+            forgotten.append(self._pasts.pop(response_id))
+            forgotten[-1].release()
+        return forgotten
 
-    def take(self, lane: object, response_id: str) -> Past | None:
+    def take(self, lane: str | None, response_id: str) -> Past | None:
         """For a successor on this lane: with the KV itself if it continues the lane's latest, else with a
-        fork of it.
+        fork of it. What was queued for it goes to a successor on its own lane.
         """
         past = self._pasts.get(response_id)
         if past is None:
             return None
-        if self._latest.get(lane) != response_id:
-            return past.fork()
-        taken = Past(past.state, past.conversation)
-        past.conversation = None
+        if self._latest.get(lane) == response_id:
+            taken = Past(past.state, past.conversation)
+            past.conversation = None
+        else:
+            taken = past.fork()
+        if past.lane == lane:
+            taken.steers, past.steers = past.steers, []
         return taken
 
-    def pin(self, lane: object, response_id: str) -> Past | None:
+    def pin(self, lane: str | None, response_id: str) -> Past | None:
         """For a successor that waits: what another lane made is forked now, for that lane may go on
         meanwhile.
         """
         return None if self._latest.get(lane) == response_id else self.take(lane, response_id)
 
-    def evict(self, lane: object, response_id: str) -> None:
+    def evict(self, lane: str | None, response_id: str) -> None:
         """This lane's continuation of the Response failed: it is gone. What other lanes made stays."""
         if self._latest.get(lane) == response_id:
             del self._latest[lane]

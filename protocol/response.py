@@ -12,9 +12,9 @@ is decided in one place (`_endings`), and every way out leads through `finish`.
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain
 from time import monotonic, perf_counter
 from typing import TYPE_CHECKING
@@ -25,7 +25,7 @@ import trio
 from engine.handle import EngineUnavailable
 from engine.messages import Event, Failed, Sampled, Sampling, Stopped
 from protocol import snapshot, wire
-from protocol.appended import check_history, count_turns, drop_echoes, sort_appended
+from protocol.appended import check_history, count_turns, drop_echoes, required_input, sort_appended
 from protocol.conversation import Conversation, LegRequest
 from protocol.errors import RequestError, context_too_long, overloaded, server_error
 from protocol.filters import Filters
@@ -34,6 +34,7 @@ from protocol.leg import Leg
 from protocol.log import EventLog
 from protocol.past import NOTHING, FindPast, Past, find_nothing
 from protocol.state import MOVES, Arrived, Ending, Phase, RunState
+from protocol.steering import SteeringInput, check_room, new_steered
 from protocol.work import Work
 
 if TYPE_CHECKING:
@@ -115,24 +116,29 @@ class Run:
         state = self.state
         if state.phase is not Phase.PREPARING:
             return
+        await trio.lowlevel.checkpoint()  # one that was cancelled while it waited goes no further
         work = state.leg_work
         work.pre_passes += 1
         opening = await self._intake.opening(state.request.instructions, work)
         if self.past is NOTHING:
             self.past = await self.find_past()
+        state.steers, self.past.steers = [*state.steers, *self.past.steers], []
         history = self.past.state.items
-        check_history(state.items, history)
+        check_history(state.items, history, state.positions)
+        items = [*chain.from_iterable(each.items for each in state.steers), *state.items]
         if self.past.begins_with(opening):
-            tokens = await self._intake.items(state.items, work)
+            tokens = await self._intake.items(items, work, positions=state.positions)
             self._continue(self.past)
         else:
-            tokens = [*opening, *await self._intake.items([*history, *state.items], work)]
+            items_tokens = await self._intake.items([*history, *items], work, positions=state.positions)
+            tokens = [*opening, *items_tokens]
         tokens = [*self._turn_end(), *tokens]
         self._check_fits(len(state.ledger) + len(tokens))
         state.opening = len(opening)
         state.inherited_items = len(history)
-        state.items = [*history, *state.items]
+        state.items = [*history, *items]
         state.turns = count_turns(state.items)
+        state.positions, state.steers = [], []
         self._emit(wire.Created(response=snapshot.created(state, self._model)))
         self._emit(wire.InProgress(response=snapshot.in_progress(state, self._model)))
         if state.request.generate is False:
@@ -195,15 +201,19 @@ class Run:
         ending = state.ending
         assert ending is not None
         self.past.release()
-        self.keep(Past(state, self._conversation))
+        # Prototype clients add this usage up with that of every `response.done`.
+        by_leg = state.prototype and not state.ended_unasked
+        usage = snapshot.leg_usage(state) if by_leg else None
         state.leg_work.post_passes += 1
         with state.leg_work.timed("post"):
             self._close_leg_accounts()
         if self.log.next_number == 0 and ending.error is None:
             self._emit(wire.Created(response=snapshot.created(state, self._model)))
         if self.log.refusal is None:
-            self.response = snapshot.ended(state, self._model)
+            self.response = snapshot.ended(state, self._model, usage)
             self._emit(TERMINAL[ending.status](response=self.response))
+        steers, state.steers = [*state.steers, *self.past.steers], []  # what has come to nothing so far
+        self.keep(Past(state, self._conversation, steers))
         log.info(
             "response_ended",
             status=ending.status,
@@ -221,6 +231,7 @@ class Run:
         self,
         items: Sequence[wire.Item],
         *,
+        positions: Sequence[int] | None = None,
         work: Work,
         received: float,
         event_id: str | None = None,
@@ -228,7 +239,8 @@ class Run:
     ) -> None:
         """Take results and messages from the client, all or nothing.
 
-        `work` has what it cost to receive them, `received` when they came (on `time.monotonic`). An accepted
+        `positions` is where the client has them, if not from 0 on; `work` has what it cost to receive them,
+        `received` when they came (on `time.monotonic`). An accepted
         append is answered in the log: by `response.in_progress` (or by what `acknowledge` logs) and, while
         results are still missing, by a `response.done` that says which. Waits only for `prepare`, other
         appends and the tokenising of long texts; cancelled there, nothing was applied. Raises RequestError;
@@ -243,8 +255,8 @@ class Run:
             with work.timed("validate"):
                 work.items_validated += len(items)
                 new_items = drop_echoes(items, state.output[state.leg_output :])
-                echoes = len(items) - len(new_items)
-                results, messages = sort_appended(new_items, state.required, echoes)
+                places = (positions or range(len(items)))[len(items) - len(new_items) :]
+                results, messages = sort_appended(new_items, state.required, places)
             arrived = {item.call_id: await self._taken_in([item], work) for item in results}
             said = [await self._taken_in(messages, work)] if messages else []
             self._check_takes_input()  # it may have ended meanwhile
@@ -260,18 +272,23 @@ class Run:
             self._place_results()
             return self._acknowledge(acknowledge)
 
-    async def steer(self, items: Sequence[wire.Item]) -> None:
-        """As `append`, for messages of the user; answered by `response.steer.accepted`."""
-        messages = [item for item in items if isinstance(item, wire.Message) and item.role == "user"]
-        if len(messages) < len(items) or not any(wire.item_text(message) for message in messages):
-            raise RequestError("Steering takes messages of the user, with text.", param="input")
-        steer = wire.SteerRef(previous_response_id=self.state.id, id=f"steer_{secrets.token_hex(16)}")
-        await self.append(
-            items,
-            work=Work(),
-            received=monotonic(),
-            acknowledge=lambda: self._emit(wire.SteerAccepted(steer=steer)),
-        )
+    async def steer(self, items: Sequence[wire.Item], sent: SteeringInput) -> None:
+        """Take messages of the user while the run goes on; answered by `response.steer.accepted`. A held run
+        takes them as `append` does; any other keeps them, and what was `sent`, for its successor.
+        """
+        state = self.state
+        steered = new_steered(state.id, items, sent)
+        accepted = wire.SteerAccepted(steer=steered.ref)
+        if state.lifecycle == "held":
+            acknowledge = partial(self._emit, accepted)
+            return await self.append(items, work=Work(), received=monotonic(), acknowledge=acknowledge)
+        if state.request.generate is False:
+            raise RequestError("A warm-up says nothing to steer.", code="steering_not_supported")
+        await self._prepared.wait()
+        self._check_takes_input()
+        check_room(state.steers, steered)
+        state.steers.append(steered)
+        return self._emit(accepted)
 
     def close(self) -> None:
         """The server shuts down: the leg that is going on may end, but no other begins. Never waits."""
@@ -450,11 +467,7 @@ class Run:
     def _required_calls(self) -> list[wire.RequiredInput]:
         if self.state.lifecycle != "held":
             return []
-        return [
-            wire.RequiredInput(wire.OUTPUT_TYPES[type(item)], item.call_id, item.name)
-            for item in self.state.output[self.state.leg_output :]
-            if isinstance(item, wire.OutputCall) and item.status == "completed"
-        ]
+        return required_input(self.state.output[self.state.leg_output :])
 
     def _place_results(self) -> None:
         """Results enter the ledger in call order, and are prefilled while those after them are awaited."""

@@ -125,7 +125,7 @@ class Server:
                     await self._refuse(stream)
                 else:
                     self._accepted += 1
-                    await self._serve_requests(stream, connection_id)
+                    await self._serve_requests(stream)
             except* (trio.BrokenResourceError, trio.ClosedResourceError, SocketClosed):
                 log.debug("peer_gone")
             except* Exception as group:
@@ -143,7 +143,7 @@ class Server:
         )
         await HttpConnection(stream).send(reply, timeout=REFUSAL_TIMEOUT, close=True)
 
-    async def _serve_requests(self, stream: trio.abc.HalfCloseableStream, connection_id: str) -> None:
+    async def _serve_requests(self, stream: trio.abc.HalfCloseableStream) -> None:
         http = HttpConnection(stream)
         idle_timeout = HEAD_TIMEOUT
         while True:
@@ -170,7 +170,7 @@ class Server:
                 await linger(stream)
                 return
             idle_timeout = IDLE_TIMEOUT
-        await self._serve_upgrade(stream, websocket_key, http.unread, request, caller, connection_id)
+        await self._serve_upgrade(stream, websocket_key, http.unread, request, caller)
 
     def _answer(self, request: Request) -> Reply:
         try:
@@ -194,7 +194,6 @@ class Server:
         early: bytes,
         request: Request,
         caller: Caller,
-        connection_id: str,
     ) -> None:
         prototype = PROTOTYPE_BETA in request.tokens("openai-beta")
         async with open_socket(stream, key=key, early=early, settings=self._settings) as socket:
@@ -203,9 +202,7 @@ class Server:
             log.info("socket_opened", caller=caller.name, prototype=prototype)
             has_returned = False
             try:
-                await self._serve_socket(
-                    socket, caller=caller, prototype=prototype, connection_id=connection_id
-                )
+                await self._serve_socket(socket, caller=caller, prototype=prototype)
                 has_returned = True
             finally:
                 await socket.aclose(*self._farewell(has_returned))

@@ -7,7 +7,7 @@ here: what a request may ask for, which model answers, how many runs a caller ma
 from __future__ import annotations
 
 import secrets
-from collections import Counter, OrderedDict
+from collections import Counter
 from pathlib import Path
 from time import time
 from typing import Any, Literal, TypeAlias
@@ -25,13 +25,12 @@ from protocol.metrics import Sections
 from protocol.models import Model, ScriptError, load_models, load_scripts
 from protocol.past import Past, Shelf, not_found
 from protocol.response import Run
+from protocol.retries import Retries
 from protocol.settings import EMBEDDED_MODEL, Settings
 from protocol.state import Phase, RunState
 from protocol.work import Work
 
 Lifecycle: TypeAlias = Literal["chained", "held"]
-
-REMEMBERED_EVENT_IDS = 128  # creates whose `event_id` is remembered: retries come within seconds
 
 log: structlog.stdlib.BoundLogger = structlog.get_logger("protocol.service")
 
@@ -49,7 +48,7 @@ class Service:
         self._models: dict[str, Model] = {}
         self._unusable: str | None = None  # why there will be no model
         self._runs: dict[str, Run] = {}  # those that have not ended
-        self._by_event_id: OrderedDict[tuple[str, str], Run] = OrderedDict()
+        self._retries = Retries()
         self._nursery: trio.Nursery | None = None
         self._run_ended = trio.Event()
         self.shelf = Shelf(settings.max_held)
@@ -82,23 +81,30 @@ class Service:
     # ---- runs ----
 
     def create(
-        self, request: wire.Create, *, frame: str, caller: Caller, prototype: bool = False
+        self,
+        request: wire.Create,
+        *,
+        frame: str,
+        caller: Caller,
+        prototype: bool = False,
+        superseded: Run | None = None,
     ) -> tuple[Run, bool]:
         """A run for this request, not started; and whether it is new (a repeated `event_id` finds the run it
-        made).
+        made). It is admitted as if the run that it supersedes had ended.
 
         Raises RequestError when the request cannot be done at all; what only rendering can tell, the run says
         itself.
         """
-        if request.event_id is not None and (run := self._by_event_id.get((caller.name, request.event_id))):
-            return run, False
+        if sent_before := self._retries.find(caller.name, request.event_id):
+            return sent_before, False
         work = Work(bytes_in=len(frame))
         with work.timed("validate"):
             lifecycle = self._lifecycle(request, prototype)
-            self._check_admission(caller, lifecycle)
+            self._check_admission(caller, lifecycle, superseded)
             model = self._model(request)
             check_supported(request)
-            items = wire.parse_items(request.input, work.ignored)
+            positions: list[int] = []
+            items = wire.parse_items(request.input, work.ignored, positions=positions)
             wire.parse_tools(request.tools, work.ignored)
             request.tools = wire.without_ignored(request.tools)
             wire.unknown_fields(frame, work.ignored)
@@ -114,6 +120,7 @@ class Service:
             created_at=int(time()),
             request=request,
             items=items,
+            positions=positions,
             leg_work=work,
         )
         run = Run(
@@ -124,10 +131,7 @@ class Service:
             heartbeat=self.settings.heartbeat,
         )
         self._runs[state.id] = run
-        if request.event_id is not None:
-            self._by_event_id[caller.name, request.event_id] = run
-            while len(self._by_event_id) > REMEMBERED_EVENT_IDS:
-                self._by_event_id.popitem(last=False)
+        self._retries.remember(run)
         log.info("response_created", response=state.id, model=model.id, lifecycle=lifecycle)
         return run, True
 
@@ -142,8 +146,7 @@ class Service:
         """A run that was created and will never be started."""
         run.past.release()
         self._runs.pop(run.state.id, None)
-        if run.state.request.event_id is not None:
-            self._by_event_id.pop((run.state.owner, run.state.request.event_id), None)
+        self._retries.forget(run)
 
     async def _see_through(self, run: Run) -> None:
         try:
@@ -156,6 +159,7 @@ class Service:
         self._ended[(ending.reason or ending.status) if ending is not None else "lost"] += 1
         self._work.add(run.state.work)
         self._work.ignored.clear()
+        self._retries.trim()
         self._run_ended.set()
 
     async def find_past(self, response_id: str, caller: Caller) -> Past:
@@ -192,13 +196,14 @@ class Service:
             f"Unknown lifecycle {request.lifecycle!r}: it is 'held' or 'chained'.", param="lifecycle"
         )
 
-    def _check_admission(self, caller: Caller, lifecycle: Lifecycle) -> None:
+    def _check_admission(self, caller: Caller, lifecycle: Lifecycle, superseded: Run | None) -> None:
         if self.draining:
             raise overloaded("This server is shutting down.")
         if lifecycle != "held":
             return
         kept = sum(
-            run.state.owner == caller.name and run.state.lifecycle == "held" for run in self._runs.values()
+            run.state.owner == caller.name and run.state.lifecycle == "held" and run is not superseded
+            for run in self._runs.values()
         )
         if kept >= self.settings.max_held:
             raise RequestError(

@@ -34,21 +34,29 @@ def done(state: RunState, model: Model, *, again: bool) -> wire.Response:
         response.work = work.as_json()
         return response
     response.output = state.output[state.leg_output :]
-    output_tokens = len(state.ledger) - state.leg_start
-    response.usage = _usage(state.leg_input, work.tokens_reused, output_tokens, state.leg_reasoning_tokens)
+    response.usage = leg_usage(state)
     response.work = work.as_json()
     return response
 
 
-def ended(state: RunState, model: Model) -> wire.Response:
+def leg_usage(state: RunState) -> wire.Usage:
+    """Of the leg that is over, while it is the one that is accounted for."""
+    output_tokens = len(state.ledger) - state.leg_start
+    reused = state.leg_work.tokens_reused
+    return _usage(state.leg_input, reused, output_tokens, state.leg_reasoning_tokens)
+
+
+def ended(state: RunState, model: Model, usage: wire.Usage | None = None) -> wire.Response:
     """As in the terminal event: every item, usage and work of the whole run. Each input token is counted
-    once, and `cached_tokens` is what the first leg found already there.
+    once, and `cached_tokens` is what the first leg found already there. Another `usage` takes its place.
     """
     ending = state.ending
     assert ending is not None
     response = _with_request(_base(state, model, ending.status), state)
     response.output = list(state.output)
-    response.usage = _usage(state.rendered, state.reused_at_start, state.sampled, state.reasoning_tokens)
+    response.usage = usage or _usage(
+        state.rendered, state.reused_at_start, state.sampled, state.reasoning_tokens
+    )
     response.work = state.work.as_json()
     response.error = ending.error
     if ending.reason is not None:

@@ -6,13 +6,16 @@ derived (KV and parser state, from the ledger) or does not outlive a moment.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import StrEnum
 from typing import Literal
 
 import msgspec
 
 from protocol import wire
+from protocol.appended import drop_echoes
 from protocol.ledger import Ledger
+from protocol.steering import Steered
 from protocol.work import Work
 
 
@@ -62,6 +65,7 @@ class RunState(msgspec.Struct, kw_only=True):
     created_at: int  # seconds since the epoch
     request: wire.Create  # without its input
     items: list[wire.Item]  # of the whole conversation, in order; before `prepare` the new ones only
+    positions: list[int] = []  # where the request has each of the new items; before `prepare` only
     phase: Phase = Phase.PREPARING
     ledger: Ledger = msgspec.field(default_factory=Ledger)
     opening: int = 0  # tokens of instructions and tools, at the head of the ledger
@@ -74,6 +78,7 @@ class RunState(msgspec.Struct, kw_only=True):
     owed: list[wire.RequiredInput] = []  # calls whose results are not in the ledger, in call order
     arrived: dict[str, Arrived] = {}  # by call id: results that wait for one before them
     messages: list[Arrived] = []  # what goes in after the results
+    steers: list[Steered] = []  # for its successor; before `prepare` those that its own items begin with
     event_ids: list[str] = []  # of the appends that were accepted
     next_number: int = 0  # of events
     work: Work = msgspec.field(default_factory=Work)  # of the legs that are over
@@ -104,6 +109,12 @@ class RunState(msgspec.Struct, kw_only=True):
             total += max(0, span.end - begin) if span.sampled else 0
             begin = span.end
         return total
+
+    def drop_echoes(self, said: Sequence[wire.OutputItem]) -> None:
+        """Drop new items in front that only repeat what was said. Before `prepare`."""
+        items = drop_echoes(self.items, said)
+        self.positions = self.positions[len(self.items) - len(items) :]
+        self.items = list(items)
 
     def dump(self) -> bytes:
         """This state as JSON."""

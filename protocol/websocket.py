@@ -1,30 +1,28 @@
-"""One WebSocket connection: lanes of runs, one reader, one writer. It knows client events and runs, not how
-either is made.
+"""One WebSocket connection: what its client says, and what becomes of it.
 
-Strategy. The reader never waits for work: it hands frames to a dispatcher through a short queue and refuses
-what does not fit. The writer is the only task that sends. It visits lanes that have something to read, in
-turn, one frame each, so a lane that streams does not starve another; and because it takes a frame from a
-run's log only when the socket took the one before, a client that is slow finds its deltas merged and costs
-nobody anything.
+It knows client events, lanes and runs, not how any of them is made. Strategy: the reader never waits for
+work: it hands frames to a dispatcher through a short queue and refuses what does not fit. Each frame is done
+by the dispatcher in its turn; everything that takes time is a run, in a task of its own. What the client is
+told goes through one `Outbox`.
 
-A lane is one `stream_id`: its runs are strictly one after another. A run has one lane at any time, the last
-that asked for it; when the connection goes, the runs of its lanes are cancelled.
+A run has one lane at any time, the last that asked for it; when the connection goes, the runs of its lanes
+are cancelled.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from functools import partial
 from time import monotonic
 
 import structlog
 import trio
 
-from protocol import wire
+from protocol import steering, wire
 from protocol.access import Caller
+from protocol.chains import Chains, connection_expired, continuation
 from protocol.errors import RequestError, nested_too_deeply, server_error
-from protocol.log import Cursor, EventsExpired
-from protocol.past import ConnectionMemory, Past
+from protocol.lanes import Lane, named, taken_over
+from protocol.outbox import Outbox
+from protocol.past import Past
 from protocol.response import Run, nothing_to_append_to
 from protocol.service import Service
 from protocol.socket import BinaryFrame, Socket, SocketClosed
@@ -35,11 +33,15 @@ MAX_LANES = 32  # named stream ids of one connection, as at the public service
 MAX_ACTIVE = 16  # responses of one connection that prepare or sample at once, as at the public service
 MAX_QUEUED = 32  # creates that wait on one connection
 FRAMES_AHEAD = 32  # frames read before the dispatcher has looked at them
-MAX_ERRORS = 64  # error frames that wait to be sent: a client that makes more and reads none is flooding
 
 STEER_ERRORS = {
-    "response_not_found": "response_not_found",
-    "steering_not_supported": "steering_not_supported",
+    **{
+        code: code
+        for code in (
+            *("response_not_found", "response_already_completed", "response_not_active"),
+            *("steering_not_supported", "too_many_pending_steers"),
+        )
+    },
     "previous_response_not_found": "response_not_active",  # it ended while the input was being looked at
 }
 """What errors are called in `response.steer.failed`; all others are `invalid_input`."""
@@ -47,9 +49,7 @@ STEER_ERRORS = {
 log: structlog.stdlib.BoundLogger = structlog.get_logger("protocol.websocket")
 
 
-async def serve_connection(
-    socket: Socket, *, service: Service, caller: Caller, prototype: bool, connection_id: str
-) -> None:
+async def serve_connection(socket: Socket, *, service: Service, caller: Caller, prototype: bool) -> None:
     """Serve until the socket is gone, then cancel the runs that it owned. `prototype`: the client knows only
     part of the protocol (see `RunState.prototype`). Raises nothing for what a client does.
     """
@@ -62,77 +62,6 @@ async def serve_connection(
         connection.leave()
 
 
-class Lane:
-    """One `stream_id` of a connection. `name` is None for the default lane."""
-
-    def __init__(self, name: str | None, connection: Connection) -> None:
-        self.name = name
-        self.connection = connection
-        self.waiting: deque[Run] = deque()
-        self.run: Run | None = None  # the last one that was started
-        self.is_ready = False  # stands in the connection's queue of lanes that can be read
-        self._reading: deque[tuple[Run, Cursor]] = deque()
-        self._suffix = "}" if name is None else f',"stream_id":"{name}"}}'
-
-    @property
-    def live_run(self) -> Run | None:
-        """The one of its runs that is going on or held, if there is one."""
-        return self.run if self.run is not None and self.run.state.phase is not Phase.ENDED else None
-
-    def accept(self, run: Run, cursor: Cursor) -> None:
-        """Have this run go on, and be shown, after those before it."""
-        self.waiting.append(run)
-        self._reading.append((run, cursor))
-
-    def let_go(self, run: Run) -> None:
-        """Another lane has this run from now on."""
-        if run in self.waiting:
-            self.waiting.remove(run)
-        elif self.run is run:
-            self.run = None
-        for reading in [each for each in self._reading if each[0] is run]:
-            reading[1].close()
-            self._reading.remove(reading)
-
-    def take(self) -> tuple[Run, str] | None:
-        """The next frame of this lane, and whose it is. Raises EventsExpired, or _Unasked for an end nobody
-        may be told.
-        """
-        while self._reading:
-            run, cursor = self._reading[0]
-            frame = cursor.take()
-            if cursor.finished:
-                cursor.close()
-                self._reading.popleft()
-                if frame is not None and run.state.prototype and run.state.ended_unasked:
-                    raise _Unasked(run)
-            if frame is not None:
-                return run, frame[:-1] + self._suffix
-            if not cursor.finished:
-                break
-        return None
-
-    def runs(self) -> list[Run]:
-        """Its runs that have not ended, those that wait included."""
-        runs = (self.live_run, *self.waiting)
-        return [run for run in runs if run is not None and run.state.phase is not Phase.ENDED]
-
-    def close(self) -> None:
-        """Nobody reads this lane any more."""
-        for _, cursor in self._reading:
-            cursor.close()
-        self._reading.clear()
-
-
-class _Unasked(Exception):
-    """A prototype's run ended between its legs: such a client would take the frame for the answer to its next
-    request.
-    """
-
-    def __init__(self, run: Run) -> None:
-        self.run = run
-
-
 class Connection:
     """One client's connection. `serve` it, then `leave`."""
 
@@ -142,13 +71,8 @@ class Connection:
         self._caller = caller
         self._prototype = prototype
         self._lanes: dict[str | None, Lane] = {}
-        self._memory = ConnectionMemory(service.shelf)
-        self._ready: deque[Lane] = deque()
-        self._errors: deque[str] = deque()
-        self._close: tuple[int, str] | None = None  # once everything is said
-        self._last_words: str | None = None  # a frame to say then
-        self._something_to_send = trio.Event()
-        self._expired = False
+        self._outbox = Outbox(socket)
+        self._chains = Chains(service, caller, prototype, self._outbox)
 
     async def serve(self) -> None:
         """Read, dispatch, write and ping, until the socket is closed by either side. Raises SocketClosed, in
@@ -157,7 +81,7 @@ class Connection:
         send_frame, receive_frame = trio.open_memory_channel[tuple[str, float]](FRAMES_AHEAD)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._dispatch_all, receive_frame)
-            nursery.start_soon(self._write)
+            nursery.start_soon(self._outbox.run)
             nursery.start_soon(self._ping)
             nursery.start_soon(self._grow_old)
             while True:
@@ -165,7 +89,7 @@ class Connection:
                     frame = await self._socket.recv()
                 except BinaryFrame:
                     self._say(RequestError("Frames are JSON text, never binary.", code="invalid_json"), None)
-                    self._give_up((1003, "binary frames are not supported"))
+                    self._outbox.give_up((1003, "binary frames are not supported"))
                     continue
                 try:
                     send_frame.send_nowait((frame, monotonic()))
@@ -176,14 +100,14 @@ class Connection:
         """Give up everything: the runs of this connection are cancelled within a step."""
         for lane in self._lanes.values():
             lane.close()
-            for run in lane.runs():
+            for run in lane.runs:
                 run.on_change = None
                 run.keep = Past.release
                 run.interrupt("cancelled")
                 if not run.is_started:
                     self._service.forget(run)
         self._lanes.clear()
-        self._memory.release()
+        self._chains.memory.release()
 
     # ---- what the client says ----
 
@@ -209,148 +133,42 @@ class Connection:
             case wire.Append():
                 await self._append(event, frame, received)
             case wire.Cancel():
-                self._find(event.response_id, waiting=True).interrupt("cancelled")
+                self._cancel(event)
             case wire.Steer():
                 await self._steer(event)
             case wire.Inject():
-                failure = {
-                    "code": "response_not_found",
-                    "message": "No response of this connection takes injections.",
-                }
-                self._say_failed(
-                    "response.inject.failed", failure, response_id=event.response_id, input=event.input
-                )
+                self._refuse_injection(event)
             case wire.Processed():
                 pass
 
-    def _create(self, request: wire.Create, frame: str, received: float) -> None:
-        if self._expired:
+    # ---- new runs ----
+
+    def _create(self, request: wire.Create, frame: str, received: float, *, said: Run | None = None) -> None:
+        """A run for this request, on its lane. Items in front that repeat what the run in `said` said are
+        dropped. Raises RequestError.
+        """
+        if self._chains.is_expired:
             raise connection_expired()
         lane = self._lane(request.stream_id)
         if sum(len(each.waiting) for each in self._lanes.values()) >= MAX_QUEUED:
             raise flooded(MAX_QUEUED)
+        live = lane.live_run
+        held = live if live is not None and live.state.phase is Phase.HELD else None
         run, is_new = self._service.create(
-            request, frame=frame, caller=self._caller, prototype=self._prototype
+            request, frame=frame, caller=self._caller, prototype=self._prototype, superseded=held
         )
         if is_new:
             run.state.leg_work.times_ms.transport += (monotonic() - received) * 1e3
             run.received = received
-            self._continue(run, lane)
-        elif run in lane.runs():
+            if said is not None:
+                run.state.drop_echoes(said.state.output)
+            self._chains.link(run, lane)
+        elif run in lane.runs:
             return  # it is being shown, or will be
-        try:
-            cursor = run.log.cursor(on_ready=lambda: self._mark_ready(lane))
-        except EventsExpired:
-            raise events_expired(run) from None
-        if isinstance(run.owner, Lane):
-            run.owner.let_go(run)
-            run.owner.connection.lose(run, run.owner)
-        run.owner = lane
-        run.keep = partial(self._keep, lane)
-        held = lane.live_run
-        if held is not None and held.state.phase is Phase.HELD:
+        self._chains.accept(run, lane)
+        if held is not None:
             held.interrupt("superseded")
-        lane.accept(run, cursor)
         self._start_waiting()
-
-    def _continue(self, run: Run, lane: Lane) -> None:
-        """What a run of this connection continues, and what becomes of it when it has ended."""
-        previous = run.state.request.previous_response_id
-        if previous is None:
-            return
-
-        async def find_past() -> Past:
-            return self._memory.take(lane, previous) or await self._service.find_past(previous, self._caller)
-
-        run.find_past = find_past
-        run.past = self._memory.pin(lane, previous) or run.past
-
-    def _keep(self, lane: Lane, past: Past) -> None:
-        previous = past.state.request.previous_response_id
-        if past.state.ending is not None and past.state.ending.status == "failed":
-            past.release()
-            if previous is not None:
-                self._memory.evict(lane, previous)
-            return
-        if past.state.lifecycle == "held":
-            past.release()  # held for as long as the run; a later turn finds what the pool still has
-        self._memory.keep(lane, past)
-
-    def lose(self, run: Run, lane: Lane) -> None:
-        """A run of this connection was asked for by another lane, maybe of another connection."""
-        if run.state.phase is not Phase.ENDED:
-            self._say(taken_over(run), lane.name)
-        self._start_waiting()
-
-    async def _append(self, event: wire.Append, frame: str, received: float) -> None:
-        try:
-            run = self._addressee(event)
-            ignored: list[str] = []
-            items = wire.parse_items(event.input, ignored)
-            work = Work(bytes_in=len(frame), ignored=ignored)
-            work.times_ms.transport = (monotonic() - received) * 1e3
-            await run.append(items, event_id=event.event_id, work=work, received=received)
-        except RequestError as error:
-            if self._prototype and error.code == "previous_response_not_found":
-                # These clients give up at a 400, and start over with a full create at a 500.
-                error = RequestError(error.message, status=500, type="server_error", code=error.code)
-            raise error
-
-    def _addressee(self, event: wire.Append) -> Run:
-        """The run that an append is for: by its id, else the one of its lane. Raises RequestError."""
-        if event.response_id is not None:
-            try:
-                run = self._find(event.response_id)
-            except RequestError:
-                raise nothing_to_append_to(event.response_id) from None
-        else:
-            lane = self._lanes.get(event.stream_id)
-            found = lane.live_run if lane is not None else None
-            if found is None:
-                raise nothing_to_append_to(None)
-            run = found
-        if run.state.lifecycle != "held":
-            raise nothing_to_append_to(event.response_id)
-        return run
-
-    async def _steer(self, event: wire.Steer) -> None:
-        try:
-            run = self._find(event.previous_response_id)
-            if run.state.lifecycle != "held":
-                raise RequestError("Only held responses can be steered here.", code="steering_not_supported")
-            await run.steer(wire.parse_items(event.input, []))
-        except RequestError as error:
-            code = STEER_ERRORS.get(error.code, "invalid_input")
-            failure = {"type": "invalid_request_error", "code": code, "message": error.message}
-            about = {"previous_response_id": event.previous_response_id, "input": event.input}
-            self._say_failed("response.steer.failed", failure, steer=about)
-
-    def _find(self, response_id: str, *, waiting: bool = False) -> Run:
-        """A run of this connection that goes on or is held, or also one that waits for its lane. Raises
-        RequestError.
-        """
-        for lane in self._lanes.values():
-            for run in lane.runs():
-                if run.state.id == response_id and (waiting or run is lane.run):
-                    return run
-        raise RequestError(
-            f"Response {response_id!r} is not going on, on this connection.",
-            code="response_not_found",
-            param="response_id",
-        )
-
-    def _lane(self, stream_id: str | None) -> Lane:
-        lane = self._lanes.get(stream_id)
-        if lane is None:
-            if stream_id is not None and len(self._lanes.keys() - {None}) >= MAX_LANES:
-                raise RequestError(
-                    "This WebSocket connection has reached its maximum number of distinct stream IDs "
-                    f"({MAX_LANES}). Reuse an existing stream_id or open a new WebSocket connection.",
-                    code="websocket_stream_limit_reached",
-                    param="stream_id",
-                )
-            lane = self._lanes[stream_id] = Lane(stream_id, self)
-        return lane
 
     def _start_waiting(self) -> None:
         """Start what can be started: the next run of every lane that is free, up to MAX_ACTIVE at work."""
@@ -363,82 +181,142 @@ class Connection:
                 active += run.state.phase in working
                 run.on_change = self._start_waiting
                 self._service.start(run)
-        if self._expired:
+        if self._chains.is_expired:
             self._close_when_idle()
+
+    def _cancel(self, event: wire.Cancel) -> None:
+        found = self._look_for(event.response_id)
+        if found is None:
+            raise RequestError(
+                f"Response {event.response_id!r} is not going on, on this connection.",
+                code="response_not_found",
+                param="response_id",
+            )
+        lane, run = found
+        run.interrupt("cancelled")
+        if run in lane.waiting:  # it ends now, and is shown when its turn comes
+            lane.waiting.remove(run)
+            self._service.start(run)
+
+    def _lose(self, lane: Lane, run: Run) -> None:
+        """A run of this connection was asked for by another lane, maybe of another connection."""
+        if run.state.phase is not Phase.ENDED:
+            self._say(taken_over(run), lane.name)
+        self._start_waiting()
+
+    # ---- input for runs that are there ----
+
+    async def _append(self, event: wire.Append, frame: str, received: float) -> None:
+        try:
+            lane = self._lanes.get(event.stream_id)
+            if lane is not None and event.response_id is None and self._chains.can_be_appended_to(lane):
+                return self._append_to_ended(lane, event, frame, received)
+            run = self._addressee(event)
+            ignored: list[str] = []
+            positions: list[int] = []
+            items = wire.parse_items(event.input, ignored, positions=positions)
+            work = Work(bytes_in=len(frame), ignored=ignored)
+            work.times_ms.transport = (monotonic() - received) * 1e3
+            return await run.append(
+                items, positions=positions, event_id=event.event_id, work=work, received=received
+            )
+        except RequestError as error:
+            if self._prototype and error.code == "previous_response_not_found":
+                # These clients give up at a 400, and start over with a full create at a 500.
+                error = RequestError(error.message, status=500, type="server_error", code=error.code)
+            raise error
+
+    def _append_to_ended(self, lane: Lane, event: wire.Append, frame: str, received: float) -> None:
+        """A new Response that inherits everything from the lane's last but the input: what the oldest clients
+        mean, who know of nothing that is held.
+        """
+        last = lane.run
+        assert last is not None
+        request = continuation(last.state)
+        request.input, request.event_id, request.stream_id = event.input, event.event_id, lane.name
+        self._create(request, frame, received, said=last)
+
+    def _addressee(self, event: wire.Append) -> Run:
+        """The run that an append is for: by its id, else the one of its lane. Raises RequestError."""
+        found: Run | None = None
+        if event.response_id is None:
+            lane = self._lanes.get(event.stream_id)
+            found = lane.live_run if lane is not None else None
+        elif at := self._look_for(event.response_id):
+            found = at[1]
+        if found is None or found.state.lifecycle != "held" or not found.is_started:
+            raise nothing_to_append_to(event.response_id)
+        return found
+
+    async def _steer(self, event: wire.Steer) -> None:
+        try:
+            found = self._look_for(event.previous_response_id)
+            if found is None:
+                code = self._chains.why_gone(event.previous_response_id)
+                raise RequestError("This response takes no input, not here or not any more.", code=code)
+            if not found[1].is_started:
+                raise RequestError("This response has not begun.", code="response_not_active")
+            await found[1].steer(wire.parse_items(event.input, []), event.input)
+        except RequestError as error:
+            code = STEER_ERRORS.get(error.code, "invalid_input")
+            response_id = event.previous_response_id
+            self._say_on_its_lane(
+                response_id, steering.failed_frame(code, error.message, response_id, event.input)
+            )
+
+    def _refuse_injection(self, event: wire.Inject) -> None:
+        past = self._chains.memory.find(event.response_id)
+        code = "response_not_found" if past is None else "response_already_completed"
+        failure = {"code": code, "message": "No response of this connection takes injections."}
+        about = {"error": failure, "response_id": event.response_id, "input": event.input}
+        frame = wire.encode_any({"type": "response.inject.failed", "sequence_number": 0, **about})
+        self._say_on_its_lane(event.response_id, frame)
+
+    # ---- lanes, and runs on them ----
+
+    def _look_for(self, response_id: str) -> tuple[Lane, Run] | None:
+        """A run of this connection that goes on, is held, or waits for its turn; and its lane. None if there
+        is none.
+        """
+        return next(
+            (
+                (lane, run)
+                for lane in self._lanes.values()
+                for run in lane.runs
+                if run.state.id == response_id
+            ),
+            None,
+        )
+
+    def _lane(self, stream_id: str | None) -> Lane:
+        lane = self._lanes.get(stream_id)
+        if lane is None:
+            if stream_id is not None and len(self._lanes.keys() - {None}) >= MAX_LANES:
+                raise RequestError(
+                    "This WebSocket connection has reached its maximum number of distinct stream IDs "
+                    f"({MAX_LANES}). Reuse an existing stream_id or open a new WebSocket connection.",
+                    code="websocket_stream_limit_reached",
+                    param="stream_id",
+                )
+            lane = self._lanes[stream_id] = Lane(
+                stream_id, on_ready=self._outbox.mark_ready, on_lost=self._lose
+            )
+        return lane
 
     # ---- what the client is told ----
 
-    def _mark_ready(self, lane: Lane) -> None:
-        if not lane.is_ready:
-            lane.is_ready = True
-            self._ready.append(lane)
-            self._something_to_send.set()
-
     def _say(self, error: RequestError, stream_id: str | None) -> None:
         log.info("request_refused", code=error.code, param=error.param, message=error.message)
-        self._say_frame(wire.error_frame(error, stream_id))
+        self._outbox.say(wire.error_frame(error, stream_id))
 
-    def _say_failed(self, type: str, error: dict[str, str], **about: object) -> None:
-        """The answer to a steer or an inject that came to nothing; it gives back what was sent."""
-        self._say_frame(wire.encode_any({"type": type, "sequence_number": 0, "error": error, **about}))
-
-    def _say_frame(self, frame: str) -> None:
-        if self._close is not None:
-            return  # it comes too late
-        self._errors.append(frame)
-        self._something_to_send.set()
-        if len(self._errors) >= MAX_ERRORS:
-            self._give_up((1008, "too many errors, none of them read"))
-
-    def _close_after(self, close: tuple[int, str]) -> None:
-        """Close once everything that can be said now is said."""
-        self._close = self._close or close
-        self._something_to_send.set()
-
-    def _give_up(self, close: tuple[int, str]) -> None:
-        """Close as soon as the errors are said; nothing else will be."""
-        for lane in self._lanes.values():
-            lane.close()
-        self._close_after(close)
-
-    async def _write(self) -> None:
-        """The only task that sends. Waits for something to send without a deadline; each send has the
-        socket's.
-        """
-        while True:
-            await self._something_to_send.wait()
-            self._something_to_send = trio.Event()
-            while self._errors or self._ready:
-                if self._errors:
-                    await self._socket.send(self._errors.popleft())
-                if self._ready:
-                    await self._write_from(self._ready.popleft())
-            if self._close is not None:
-                if self._last_words is not None:
-                    await self._socket.send(self._last_words)
-                await self._socket.aclose(*self._close)
-                return
-
-    async def _write_from(self, lane: Lane) -> None:
-        lane.is_ready = False
-        try:
-            taken = lane.take()
-        except EventsExpired:
-            return self._give_up((1008, "the connection is too far behind"))
-        except _Unasked as unasked:
-            self._mark_ready(lane)
-            ending = unasked.run.state.ending
-            if ending is None or ending.reason != "superseded":
-                self._close_after((1000, "the response ended"))
-            return None
-        if taken is None:
-            return None
-        run, frame = taken
-        self._mark_ready(lane)
-        begin = monotonic()
-        await self._socket.send(frame)
-        run.state.leg_work.times_ms.transport += (monotonic() - begin) * 1e3
-        return None
+    def _say_on_its_lane(self, response_id: str, frame: str) -> None:
+        """An answer that speaks of this Response, which may be unknown."""
+        found, past = self._look_for(response_id), self._chains.memory.find(response_id)
+        if found is not None:
+            frame = named(frame, found[0].name)
+        elif past is not None:
+            frame = named(frame, past.lane)
+        self._outbox.say(frame)
 
     async def _ping(self) -> None:
         """Find out about peers that went without a word."""
@@ -452,13 +330,14 @@ class Connection:
         the middle.
         """
         await trio.sleep(self._service.settings.connection_lifetime)
-        self._expired = True
+        self._chains.is_expired = True
         self._close_when_idle()
 
     def _close_when_idle(self) -> None:
-        if self._close is None and not any(lane.runs() for lane in self._lanes.values()):
-            self._last_words = wire.error_frame(connection_expired())
-            self._close_after((1001, "connection limit reached"))
+        if not self._outbox.is_closing and not any(lane.runs for lane in self._lanes.values()):
+            self._outbox.close_after(
+                (1001, "connection limit reached"), wire.error_frame(connection_expired())
+            )
 
 
 def flooded(limit: int) -> RequestError:
@@ -468,30 +347,4 @@ def flooded(limit: int) -> RequestError:
         status=429,
         type="rate_limit_error",
         code="rate_limit_exceeded",
-    )
-
-
-def events_expired(run: Run) -> RequestError:
-    """The run's log does not reach back to what was asked for."""
-    return RequestError(
-        f"The first events of response {run.state.id!r} are not kept any more.",
-        code="events_expired",
-        param="event_id",
-    )
-
-
-def taken_over(run: Run) -> RequestError:
-    """A lane loses a run to another one."""
-    return RequestError(
-        f"Response {run.state.id!r} goes on elsewhere: its request was sent again there.",
-        code="response_taken_over",
-    )
-
-
-def connection_expired() -> RequestError:
-    """The connection is older than connections get."""
-    return RequestError(
-        "Responses websocket connection limit reached (60 minutes). "
-        "Create a new websocket connection to continue.",
-        code="websocket_connection_limit_reached",
     )

@@ -50,7 +50,7 @@ class FakeBackend:
         await self.let_drain.wait()
 
 
-async def echo(socket: Socket, *, caller: Caller, prototype: bool, connection_id: str) -> None:
+async def echo(socket: Socket, *, caller: Caller, prototype: bool) -> None:
     """Send every message back, after one that says who is served."""
     try:
         await socket.send(f"{caller.name} {prototype}")

@@ -314,7 +314,6 @@ class Bench:
                     service=self.service,
                     caller=caller,
                     prototype=prototype,
-                    connection_id="t",
                 )
                 code, reason = 1000, ""
             finally:

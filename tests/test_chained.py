@@ -255,3 +255,102 @@ async def test_a_chain_survives_the_engine(autojump_clock: Any) -> None:
         assert text(second) == "second"
         peer.hang_up()
         await bench.check_nothing_is_left()
+
+
+# ---- appending to what has ended
+
+
+async def appended(peer: Peer, *items: Json, **fields: Any) -> Json:
+    """What an append to an ended Response of a lane comes to."""
+    peer.append(*items, **fields)
+    event = await peer.until("response.completed", "response.failed", "error")
+    response: Json = event.get("response", event)
+    return response
+
+
+@pytest.mark.parametrize("echoes", [False, True])
+async def test_an_append_to_what_has_ended_continues_its_lane(autojump_clock: Any, echoes: bool) -> None:
+    async with serving(SCRIPTS) as bench:
+        peer = bench.connect()
+        settings = {"instructions": "Be brief.", "stream_id": "a", "metadata": {"a": "b"}}
+        first = await turn(peer, input="look", **settings)
+        before = first["output"] if echoes else []
+        second = await appended(peer, *before, output_of(first), stream_id="a")
+        third = await appended(peer, user("and?"), stream_id="a")
+        assert [text(each) for each in (first, second, third)] == ["first", "second", "third"]
+        assert [each["previous_response_id"] for each in (second, third)] == [first["id"], second["id"]]
+        for each in (second, third):
+            for setting in ("instructions", "metadata", "tools", "lifecycle"):
+                assert each[setting] == first[setting]
+        result = second["usage"]["input_tokens"] - first["usage"]["total_tokens"]
+        assert second["work"]["tokens_prefilled"] == result + 1
+        assert second["work"]["items_validated"] == len(before) + 1
+        peer.hang_up()
+        await bench.check_nothing_is_left()
+
+
+async def test_an_append_finds_no_response_that_failed_or_goes_on(autojump_clock: Any) -> None:
+    async with serving(SCRIPTS) as bench:
+        peer = bench.connect()
+        first = await turn(peer, input="look")
+        stray = {"type": "function_call_output", "call_id": "call_x", "output": "1"}
+        failed = await appended(peer, {"type": "unknown"}, *first["output"], user("x"), stray)
+        assert failed["error"]["param"] == f"input[{len(first['output']) + 2}].call_id"
+        for _ in range(2):
+            error = await appended(peer, user("x"))
+            assert (error["status"], error["error"]["code"]) == (400, "previous_response_not_found")
+        with bench.engine_stopped():
+            peer.create("forced:chain", tools=TOOLS, lifecycle="chained")
+            error = await appended(peer, user("x"))
+            assert error["error"]["code"] == "previous_response_not_found"
+        await peer.until("response.completed")
+        peer.hang_up()
+        await bench.check_nothing_is_left()
+
+
+async def test_a_warm_up_can_be_appended_to(autojump_clock: Any) -> None:
+    async with serving(SCRIPTS) as bench:
+        peer = bench.connect()
+        await turn(peer, "forced:thinks", input=[], instructions="Be brief.", generate=False)
+        assert text(await appended(peer, user("go"))) == "first"
+        peer.hang_up()
+        await bench.check_nothing_is_left()
+
+
+async def test_an_append_with_an_id_is_for_held_runs_only(autojump_clock: Any) -> None:
+    async with serving(SCRIPTS) as bench:
+        peer = bench.connect()
+        first = await turn(peer, input="look")
+        error = await appended(peer, output_of(first), response_id=first["id"])
+        assert (error["status"], error["error"]["code"]) == (400, "previous_response_not_found")
+        assert text(await appended(peer, output_of(first))) == "second"
+
+
+# ---- runs that are stopped before they begin
+
+
+async def test_a_response_that_is_cancelled_while_it_waits_leaves_the_chain_as_it_was(
+    autojump_clock: Any,
+) -> None:
+    async with serving(SCRIPTS) as bench:
+        peer = bench.connect()
+        first = await turn(peer, input="look")
+        fields = {"tools": TOOLS, "lifecycle": "chained", "previous_response_id": first["id"]}
+        with bench.engine_stopped():
+            peer.create("forced:thinks", tools=TOOLS, lifecycle="chained", stream_id="b")
+            peer.create("forced:chain", input=[output_of(first)], stream_id="b", **fields)
+            await bench.settle()
+            waiting = bench.runs[1].state.id
+            peer.say("response.cancel", response_id=waiting)
+            await bench.settle()
+            assert waiting not in [run.state.id for run in bench.runs]
+        await peer.until("response.completed")
+        cut = await peer.until("response.incomplete")
+        assert cut["response"]["id"] == waiting
+        assert cut["response"]["incomplete_details"] == {"reason": "cancelled"}
+        error = await turn(peer, input="x", previous_response_id=waiting)
+        assert error["error"]["code"] == "previous_response_not_found"
+        second = await turn(peer, input=[output_of(first)], previous_response_id=first["id"])
+        assert text(second) == "second"
+        peer.hang_up()
+        await bench.check_nothing_is_left()

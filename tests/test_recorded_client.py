@@ -122,20 +122,48 @@ async def test_echoes_cost_the_append_client_nothing(server: RealServer) -> None
     assert tokens[0] == tokens[1]
 
 
-async def test_a_client_without_a_beta_header_is_not_held(server: RealServer) -> None:
-    """It appends after `response.completed`: that is an error, and the connection stays."""
+async def test_a_client_without_a_beta_header_appends_to_what_has_ended(server: RealServer) -> None:
+    """It is not held, and each append, with the server's items in front, makes the next Response of a
+    chain.
+    """
+    create = append_create("forced:patch")
     async with connected(server, *OLDEST_HEADERS) as client:
+        items, first = await turn(client, create)
+        assert first["type"] == "response.completed"
+        assert [item["type"] for item in items] == ["reasoning", "message", "function_call"]
+        history = [*map(echo, items), output(items[-1], prose(143))]
+        items, second = await turn(client, append(*history, metadata=False))
+        assert second["type"] == "response.completed"
+        assert second["response"]["previous_response_id"] == first["response"]["id"]
+        assert second["response"]["instructions"] == create["instructions"]
+        assert [item["type"] for item in items] == ["message", "custom_tool_call"]
+        assert items[1]["input"] == PATCH
+        context = first["response"]["usage"]["total_tokens"]
+        assert second["response"]["usage"]["input_tokens_details"]["cached_tokens"] == context - 1
+        assert second["response"]["work"]["tokens_prefilled"] < 200
+        history = [*map(echo, items), output(items[-1], prose(91))]
+        items, third = await turn(client, append(*history, metadata=False))
+        assert items[0]["content"][0]["text"] == "done"
+        assert third["response"]["previous_response_id"] == second["response"]["id"]
+        # The next turn begins with everything, on this connection or another one.
         items, end = await turn(client, {**append_create("forced:look"), "instructions": ""})
-        assert end["type"] == "response.completed"
-        history = [*map(echo, items), output(items[-1], "a.py")]
-        await client.send_text(json.dumps(append(*history, metadata=False)))
-        error = await client.receive()
-        assert (error["type"], error["status"]) == ("error", 400)
-        assert error["error"]["code"] == "previous_response_not_found"
-        create = {**append_create("forced:look"), "instructions": ""}
-        items, end = await turn(client, {**create, "input": [*create["input"], *history]})
-        assert items[0]["content"][0]["text"] == "it is empty"
-        assert end["type"] == "response.completed"
+        assert end["response"]["previous_response_id"] is None
+
+
+async def test_the_append_client_adds_up_the_usage_of_its_legs(server: RealServer) -> None:
+    """So the last event of a run has that of the last leg. Others read the whole run's there."""
+    create = {**append_create("forced:look"), "instructions": ""}
+    async with connected(server, *APPEND_HEADERS) as client:
+        items, done = await turn(client, create)
+        _, last = await turn(client, append(output(items[-1], "a.py")))
+    async with connected(server, *OLDEST_HEADERS) as client:
+        items, _ = await turn(client, {**create, "lifecycle": "held"})
+        _, whole = await turn(client, append(output(items[-1], "a.py")))
+    usages = [end["response"]["usage"] for end in (done, last, whole)]
+    sampled = [usage["output_tokens"] for usage in usages]
+    assert sampled[0] + sampled[1] == sampled[2] == last["response"]["work"]["tokens_sampled"]
+    assert usages[1]["input_tokens"] == usages[2]["input_tokens"] + sampled[0]
+    assert usages[1]["input_tokens_details"]["cached_tokens"] == usages[0]["total_tokens"] - 1
 
 
 LOOK = [[thought("hm"), said("a look"), call("exec_command", cmd="ls")], [said("done")]]

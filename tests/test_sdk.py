@@ -49,7 +49,7 @@ SENT = {
     *("response.reasoning_text.delta", "response.reasoning_text.done"),
     *("response.function_call_arguments.delta", "response.function_call_arguments.done"),
     *("response.custom_tool_call_input.delta", "response.custom_tool_call_input.done"),
-    *("response.steer.accepted", "response.steer.failed", "response.inject.failed"),
+    *("response.steer.accepted", "response.steer.pending", "response.steer.failed", "response.inject.failed"),
 }
 LONG = "word " * 300
 SCRIPTS = {
@@ -76,6 +76,14 @@ async def run_all(bench: Bench) -> list[Peer]:
         await whole.until("response.completed")
     whole.create("forced:all", generate=False, tools=None)
     await whole.until("response.completed")
+
+    with bench.engine_stopped():
+        whole.create("forced:look", lifecycle="chained")
+        response = (await whole.until("response.created"))["response"]
+        whole.say("response.steer", previous_response_id=response["id"], input="quick")
+        await whole.until("response.steer.accepted")
+    await whole.until("response.completed")
+    await whole.until("response.steer.pending")
 
     cut = bench.connect()
     for model, limit in (("forced:long", 3), ("forced:long-call", 30)):

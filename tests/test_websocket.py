@@ -9,7 +9,8 @@ import trio
 import trio.testing
 
 from protocol.log import EventLog
-from protocol.websocket import FRAMES_AHEAD, MAX_ACTIVE, MAX_ERRORS, MAX_LANES, MAX_QUEUED
+from protocol.outbox import MAX_ANSWERS
+from protocol.websocket import FRAMES_AHEAD, MAX_ACTIVE, MAX_LANES, MAX_QUEUED
 from tests.harness import (
     Json,
     Peer,
@@ -232,12 +233,12 @@ async def test_a_flood_of_bad_frames_that_nobody_reads_is_cut_off(autojump_clock
     async with serving(SCRIPTS) as bench:
         peer = bench.connect()
         peer.stall()
-        for _ in range(50 * MAX_ERRORS):
+        for _ in range(50 * MAX_ANSWERS):
             peer.say_raw("nope")
         await trio.sleep(1)
         peer.go_on()
         assert (await peer.until_closed())[0] == 1008
-        assert len(peer.heard) <= MAX_ERRORS + 1
+        assert len(peer.heard) <= MAX_ANSWERS + 1
         await bench.check_nothing_is_left()
 
 

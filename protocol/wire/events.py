@@ -168,6 +168,14 @@ class SteerAccepted(ServerEvent, tag="response.steer.accepted"):
     steer: SteerRef
 
 
+class SteerPending(ServerEvent, tag="response.steer.pending"):
+    """The steering message is queued for the create that brings `required_input`."""
+
+    steer: SteerRef
+    required_input: list[RequiredInput]
+    reason: str = "waiting_for_required_input"
+
+
 _ENCODER = msgspec.json.Encoder()
 
 

@@ -153,15 +153,23 @@ _TOOL_HEAD = msgspec.json.Decoder(_ToolHead)
 _TEXT_PARTS = frozenset({"input_text", "output_text", "text", "refusal", "summary_text", "reasoning_text"})
 
 
-def parse_items(raw: str | list[msgspec.Raw] | None, ignored: list[str], param: str = "input") -> list[Item]:
+def parse_items(
+    raw: str | list[msgspec.Raw] | None,
+    ignored: list[str],
+    param: str = "input",
+    *,
+    positions: list[int] | None = None,
+) -> list[Item]:
     """The items of an `input`; a string is one user message. Types that we do not know are listed in
-    `ignored`.
+    `ignored`. `positions` gets where in `raw` each item was.
 
     Raises RequestError: a bad field, or content that is not text (images and files are refused, not dropped).
     """
     if raw is None:
         return []
+    positions = [] if positions is None else positions
     if isinstance(raw, str):
+        positions.append(0)
         return [Message(role="user", content=raw)]
     items: list[Item] = []
     for index, each in enumerate(raw):
@@ -175,6 +183,7 @@ def parse_items(raw: str | list[msgspec.Raw] | None, ignored: list[str], param: 
         item = decode(_ITEM, each, at)
         _check_parts(item, at)
         items.append(item)
+        positions.append(index)
     return items
 
 
