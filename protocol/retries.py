@@ -42,16 +42,24 @@ class Retries:
 
     def trim(self) -> None:
         """A run has ended: forget the oldest of those that have until the rest is within bounds."""
-        ended = [run for run in self._runs.values() if run.state.phase is Phase.ENDED]
-        size = sum(map(_size, ended))
-        for run in ended:
+        size = self.size
+        for run in self._ended:
             if size <= MAX_ENDED_BYTES:
                 break
             size -= _size(run)
             self.forget(run)
 
+    @property
+    def size(self) -> int:
+        """About how many bytes the ended runs keep."""
+        return sum(map(_size, self._ended))
+
+    @property
+    def _ended(self) -> list[Run]:
+        return [run for run in self._runs.values() if run.state.phase is Phase.ENDED]
+
 
 def _size(run: Run) -> int:
-    """About how many bytes an ended run keeps: its events, what was sent for it, its tokens."""
+    """Its events, what was sent for it, its tokens."""
     ledger = BYTES_A_TOKEN * len(run.state.ledger)
     return run.log.statistics()["bytes"] + run.state.work.bytes_in + ledger
