@@ -33,8 +33,8 @@ from scripts.local_server import ServerDied, local_server
 from scripts.recording import Recording, recorded
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fermata" / "codex"
-INSTALL_TIMEOUT = 600  # s; 100 MB from a registry
-TASK_TIMEOUT = 600.0  # s; the first leg prefills about 19,000 tokens, on one core that may be busy
+INSTALL_TIMEOUT = 600  # s; up to 420 MB from a registry
+TASK_TIMEOUT = 600.0  # s; the first leg prefills about 20,000 tokens, on one core that may be busy
 ENDS = ("response.done", "response.completed", "response.incomplete", "response.failed", "error")
 
 
@@ -106,7 +106,7 @@ def install(version: str) -> Path:
     """The program of this version, from npm unless it is there already. Raises SubprocessError."""
     folder = CACHE / version
     if not folder.exists():
-        print(f"getting Codex {version} from npm, about 100 MB")
+        print(f"getting Codex {version} from npm, some hundred MB")
         half = Path(f"{folder}.half")
         half.mkdir(parents=True, exist_ok=True)
         npm = ["npm", "install", "--no-audit", "--no-fund", "--prefix", str(half), f"@openai/codex@{version}"]
