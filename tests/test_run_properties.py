@@ -74,6 +74,13 @@ actions = st.one_of(
         event_ids,
         st.sampled_from(["all", "all", "first", "last", "twice", "unknown", "echoed", "long", "nothing"]),
     ),
+    st.tuples(
+        st.just("continue"),
+        lanes,
+        event_ids,
+        st.sampled_from(["forced:two", "forced:long", "forced:parallel", "calling", "nobody"]),
+        lanes,
+    ),
     st.tuples(st.just("message"), lanes, event_ids),
     st.tuples(st.just("steer"), lanes),
     st.tuples(st.just("cancel"), lanes),
@@ -119,6 +126,16 @@ class Client:
             case "create":
                 self.peer.create(**{**on, **tried, **rest[2]})
                 self.creates[len(self.peers)] += not tried
+            case "continue":
+                parent = self.last(rest[3], *ENDS)
+                self.peer.create(
+                    rest[2],
+                    **{"input": outputs(parent), "lifecycle": "chained", "max_output_tokens": 80},
+                    **({} if parent is None else {"previous_response_id": parent["response"]["id"]}),
+                    **on,
+                    **tried,
+                )
+                self.creates[len(self.peers)] += not tried
             case "append":
                 done = self.last(rest[0], "response.done")
                 if done is not None:
@@ -147,6 +164,15 @@ class Client:
                 self.peer.hang_up()
             case "crash":
                 self.bench.engine.crash()
+
+
+def outputs(ended: Json | None) -> list[Json]:
+    """What continues a Response: a result for each of its calls, and a word of the user."""
+    calls = [] if ended is None else [item for item in ended["response"]["output"] if "call_id" in item]
+    results = [
+        {"type": f"{each['type']}_output", "call_id": each["call_id"], "output": "1"} for each in calls
+    ]
+    return [*results, user("go on")]
 
 
 def items_of(done: Json, kind: str) -> list[Json]:
@@ -180,7 +206,7 @@ def showings(events: list[Json]) -> dict[tuple[str, int], list[Json]]:
             times[response_id] += 1
             current[lane] = response_id, times[response_id]
             found[current[lane]] = []
-        if (event["type"] != "error" and not event["type"].endswith(".failed")) or "response" in event:
+        if "response" in event or not event["type"].endswith(("error", ".failed", ".pending")):
             found[current[lane]].append(event)
     return found
 
@@ -210,7 +236,8 @@ async def act(script: list[tuple[int, tuple[Any, ...]]], prototype: bool) -> Non
             for peer in client.peers:
                 peer.go_on()
         await trio.sleep(LONG)
-        await bench.check_nothing_is_left()
+        await bench.settle()
+        assert not bench.runs
         for client in clients:
             for number, peer in enumerate(client.peers, 1):
                 peer.read_now()
@@ -236,6 +263,8 @@ async def act(script: list[tuple[int, tuple[Any, ...]]], prototype: bool) -> Non
             peer.append(result(done), stream_id="a")
             completed = await peer.until("response.completed")
             assert assembled(peer.heard[before:]) == completed["response"]["output"]
+        for client in clients:
+            client.peer.hang_up()  # chains keep their KV until then
         await bench.check_nothing_is_left()
 
 
