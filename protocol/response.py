@@ -66,6 +66,7 @@ class Run:
         heartbeat: float,
     ) -> None:
         self.state = state
+        self.response: wire.Response | None = None  # as the terminal event has it
         self.log = EventLog(next_number=state.next_number)
         self.on_change: Callable[[], None] | None = None
         self.received = monotonic()  # when the last input came
@@ -186,7 +187,8 @@ class Run:
             ending.status
         ]
         if self.log.refusal is None:
-            self._emit(kind(response=snapshot.ended(state, self._model)))
+            self.response = snapshot.ended(state, self._model)
+            self._emit(kind(response=self.response))
         log.info(
             "response_ended",
             status=ending.status,

@@ -22,11 +22,20 @@ import structlog
 import trio
 
 from protocol.access import Access, Caller
-from protocol.backend import Backend, SocketHandler
+from protocol.backend import Backend, HttpHandler, SocketHandler
 from protocol.errors import RequestError, overloaded, server_error
-from protocol.http import HEAD_TIMEOUT, IDLE_TIMEOUT, HttpConnection, Reply, Request, error_reply, linger
+from protocol.http import (
+    HEAD_TIMEOUT,
+    IDLE_TIMEOUT,
+    Exchange,
+    HttpConnection,
+    Reply,
+    Request,
+    error_reply,
+    linger,
+)
 from protocol.metrics import Exposition, LatenessProbe, Sections, Value
-from protocol.routes import RESPONSES_PATH, answer, route_of
+from protocol.routes import RESPONSES_PATH, answer, is_of_responses, route_of
 from protocol.settings import Settings
 from protocol.socket import SocketClosed, open_socket
 
@@ -47,9 +56,12 @@ class ListenError(Exception):
 class Server:
     """One listening server. Make it, then `run` it once."""
 
-    def __init__(self, settings: Settings, backend: Backend, serve_socket: SocketHandler) -> None:
+    def __init__(
+        self, settings: Settings, backend: Backend, serve_http: HttpHandler, serve_socket: SocketHandler
+    ) -> None:
         self._settings = settings
         self._backend = backend
+        self._serve_http = serve_http
         self._serve_socket = serve_socket
         self._access = Access(settings)
         self._probe = LatenessProbe()
@@ -160,32 +172,57 @@ class Server:
                     if self._is_draining:
                         raise overloaded("This server is shutting down.")
                     break
-                await http.read_body(request, limit=self._settings.max_body)
-                reply = self._answer(request)
+                body = await http.read_body(request, limit=self._settings.max_body)
+                reply = await self._answer(http, request, body, caller)
                 close = self._is_draining or request.wants_websocket
             except RequestError as error:
                 reply, close = _error_reply(error), True
-            self._count(request, reply)
-            if not await http.send(reply, timeout=self._settings.send_timeout, close=close):
+            self._count(request, 200 if reply is None else reply.status)
+            timeout = self._settings.send_timeout
+            if reply is None:
+                goes_on = await http.end_parts(timeout=timeout)
+            else:
+                goes_on = await http.send(reply, timeout=timeout, close=close)
+            if not goes_on:
                 await linger(stream)
                 return
             idle_timeout = IDLE_TIMEOUT
         await self._serve_upgrade(stream, websocket_key, http.unread, request, caller, connection_id)
 
-    def _answer(self, request: Request) -> Reply:
+    async def _answer(
+        self, http: HttpConnection, request: Request, body: bytes, caller: Caller
+    ) -> Reply | None:
+        """The reply, None if it was sent in parts. Raises what stops a reply in its middle, in a group."""
+        if not is_of_responses(request):
+            return self._answer_at_once(request)
+        close = self._is_draining or request.wants_websocket
+        exchange = Exchange(http, request, body, send_timeout=self._settings.send_timeout, close=close)
+        async with http.watched():
+            try:
+                return await self._serve_http(exchange, caller=caller)
+            except RequestError as error:
+                return error_reply(error)
+            except (trio.BrokenResourceError, trio.ClosedResourceError):
+                raise
+            except Exception:
+                if not http.can_reply:
+                    raise
+                log.exception("request_failed", method=request.method, path=request.path)
+                return error_reply(server_error())
+
+    def _answer_at_once(self, request: Request) -> Reply:
         try:
             return answer(request, self._backend, self._exposition)
         except Exception:
             log.exception("request_failed", method=request.method, path=request.path)
             return error_reply(server_error())
 
-    def _count(self, request: Request | None, reply: Reply) -> None:
-        status = str(reply.status)
-        self._replies[status] = self._replies.get(status, 0) + 1
+    def _count(self, request: Request | None, status: int) -> None:
+        self._replies[str(status)] = self._replies.get(str(status), 0) + 1
         if request is None:
-            log.info("reply", status=reply.status)
+            log.info("reply", status=status)
         elif route_of(request) not in QUIET_ROUTES:
-            log.info("reply", method=request.method, path=request.path, status=reply.status)
+            log.info("reply", method=request.method, path=request.path, status=status)
 
     async def _serve_upgrade(
         self,

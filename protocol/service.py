@@ -17,7 +17,7 @@ import trio
 
 from engine.handle import Engine, EngineUnavailable, ProcessEngine
 from engine.messages import EngineConfig
-from protocol import wire
+from protocol import snapshot, wire
 from protocol.access import Caller
 from protocol.appended import check_history
 from protocol.dialects.load import DialectError, load_dialect
@@ -29,7 +29,7 @@ from protocol.settings import EMBEDDED_MODEL, Settings
 from protocol.state import Phase, RunState
 from protocol.work import Work
 
-Lifecycle: TypeAlias = Literal["chained", "held"]
+Lifecycle: TypeAlias = Literal["stateless", "stored", "chained", "held"]
 
 REMEMBERED_EVENT_IDS = 128  # creates whose `event_id` is remembered: retries come within seconds
 
@@ -81,10 +81,16 @@ class Service:
     # ---- runs ----
 
     def create(
-        self, request: wire.Create, *, frame: str, caller: Caller, prototype: bool = False
+        self,
+        request: wire.Create,
+        *,
+        frame: str | bytes,
+        caller: Caller,
+        prototype: bool = False,
+        over_http: bool = False,
     ) -> tuple[Run, bool]:
         """A run for this request, not started; and whether it is new (a repeated `event_id` finds the run it
-        made).
+        made). `frame` is what it was decoded from.
 
         Raises RequestError when the request cannot be done at all; what only rendering can tell, the run says
         itself.
@@ -93,7 +99,7 @@ class Service:
             return run, False
         work = Work(bytes_in=len(frame))
         with work.timed("validate"):
-            lifecycle = self._lifecycle(request, prototype)
+            lifecycle = http_lifecycle(request) if over_http else self._lifecycle(request, prototype)
             self._check_admission(caller, lifecycle)
             model = self._model(request)
             check_supported(request)
@@ -152,6 +158,17 @@ class Service:
         self._work.add(run.state.work)
         self._work.ignored.clear()
         self._run_ended.set()
+
+    def find(self, response_id: str, caller: Caller) -> Run | None:
+        """The run with this id, if this caller made it, it was started and has not ended."""
+        run = self._runs.get(response_id)
+        return run if run is not None and run.is_started and run.state.owner == caller.name else None
+
+    def response_of(self, run: Run) -> wire.Response:
+        """The Response object of a run, as it stands."""
+        model_id = run.state.request.model
+        assert model_id is not None
+        return run.response or snapshot.in_progress(run.state, self._models[model_id])
 
     async def drain(self) -> None:
         """Take no new runs, end those that are held, and wait for the legs that are going on.
@@ -289,6 +306,18 @@ def model_name(model: str) -> str:
         return "fermata-embedded"
     path = Path(model)
     return path.resolve().name if path.is_dir() else model
+
+
+def http_lifecycle(request: wire.Create) -> Lifecycle:
+    """Who keeps the conversation of a request over HTTP. Raises RequestError if it asks for anything else."""
+    natural: Lifecycle = "stateless" if request.previous_response_id is None else "stored"
+    if request.lifecycle not in (None, natural):
+        raise RequestError(
+            f"Over HTTP this response cannot be {request.lifecycle!r}: it is 'stateless', or 'stored' with a "
+            "previous_response_id. Held and chained ones need a WebSocket.",
+            param="lifecycle",
+        )
+    return natural
 
 
 def check_supported(request: wire.Create) -> None:

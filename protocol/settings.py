@@ -58,6 +58,7 @@ class Settings:
     kv_memory: int = 1 << 30
     max_held: int = 64  # runs that one caller may keep waiting with their KV in memory
     hold_timeout: float = 600.0  # how long a held run waits for its client
+    max_in_flight: int = 64  # Responses over HTTP that one caller may wait for at once
 
     max_connections: int = 512  # half of the usual limit of open files (1024)
     max_message: int = MESSAGE_LIMIT + MESSAGE_SLACK  # of a text frame, in characters
@@ -159,6 +160,7 @@ _POSITIVE = (
     "kv_memory",
     "max_held",
     "hold_timeout",
+    "max_in_flight",
     "max_connections",
     "max_message",
     "max_body",

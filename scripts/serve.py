@@ -21,6 +21,7 @@ import structlog
 import trio
 
 from protocol.logs import set_up_logging
+from protocol.rest import Rest
 from protocol.server import ListenError, Server
 from protocol.service import Service
 from protocol.settings import Device, Dtype, Lifecycle, LogFormat, LogLevel, Settings, SettingsError
@@ -96,6 +97,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     option("max-held", "runs that one caller may keep held", type=int, metavar="N")
     option("hold-timeout", "how long a held run waits for its client", type=float, metavar="SECONDS")
+    option("max-in-flight", "responses that one caller may wait for at once over HTTP", type=int, metavar="N")
     choice("log-format", "how the log is written, to standard error", LogFormat)
     choice("log-level", "the least that is logged", LogLevel)
     parser.add_argument(
@@ -141,7 +143,7 @@ def settings_from(arguments: argparse.Namespace, keys_variable: str) -> Settings
 
 async def _serve(settings: Settings) -> None:
     service = Service(settings)
-    server = Server(settings, service, partial(serve_connection, service=service))
+    server = Server(settings, service, Rest(service), partial(serve_connection, service=service))
     stop = trio.Event()
     refused: ListenError | None = None
     async with trio.open_nursery() as nursery:
