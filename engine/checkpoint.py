@@ -1,4 +1,4 @@
-"""Checkpoints: what a model's name stands for, its configuration read and checked, its tensors by name.
+"""Checkpoints of Llama architecture: their configuration read and checked, their tensors by name.
 
 Knows files and names of weights; does nothing with them. Tensors are mapped from safetensors, so that a large
 checkpoint is read once, while its weights are folded.
@@ -14,29 +14,20 @@ from typing import Any
 
 import torch
 
+from engine.outline import ConfigFile, ModelError, Outline, read_outline
+
 EMBEDDED_FOLDER = Path(__file__).parent / "embedded"
 RANDOM_VOCABULARY = 512  # tokens of a random model when there is no tokeniser to fit
 
 
-class ModelError(Exception):
-    """The model that was asked for cannot be used; the message says why."""
-
-
 @dataclass(frozen=True, kw_only=True)
-class DecoderConfig:
+class DecoderConfig(Outline):
     """The shape of a Llama-architecture decoder."""
 
-    architecture: str
-    vocabulary: int
     hidden: int
     intermediate: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_size: int
     norm_epsilon: float
     rotary: dict[str, Any]  # rope_theta, rope_type and what belongs to that type
-    max_context: int
     tied_head: bool
 
     def rotary_frequencies(self) -> torch.Tensor:
@@ -83,73 +74,41 @@ class Weights:
             )
 
 
-def resolve(model: str) -> Path:
-    """The folder of a checkpoint, given by its path or its hub id. ModelError if there is none."""
-    folder = Path(model).expanduser()
-    if folder.is_dir():
-        return folder
-    if model.count("/") != 1 or model.startswith((".", "/", "~")):
-        raise ModelError(f"there is no folder {model}")
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(
-            snapshot_download(model, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model"])
-        )
-    except (LocalEntryNotFoundError, HfHubHTTPError, HFValidationError, OSError) as error:
-        raise ModelError(f"{model} is neither a folder nor a model that the hub gives: {error}") from error
-
-
 def read_config(folder: Path) -> DecoderConfig:
     """The configuration in `folder`; ModelError if it is missing, broken, or of another architecture."""
-    path = folder / "config.json"
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ModelError(f"{folder} has no config.json: it is not a checkpoint") from None
-    except ValueError as error:
-        raise ModelError(f"{path} is not JSON: {error}") from error
-    architecture = (raw.get("architectures") or ["unnamed"])[0]
-    if architecture != "LlamaForCausalLM":
-        raise ModelError(f"{folder} has the architecture {architecture}; this decoder runs LlamaForCausalLM")
-    for name in ("attention_bias", "mlp_bias"):
-        if raw.get(name):
-            raise ModelError(f"{path}: {name} is not supported")
-    if raw.get("hidden_act", "silu") != "silu":
-        raise ModelError(f"{path}: the activation {raw['hidden_act']} is not supported")
-    try:
-        heads = raw["num_attention_heads"]
-        config = DecoderConfig(
-            architecture=architecture,
-            vocabulary=raw["vocab_size"],
-            hidden=raw["hidden_size"],
-            intermediate=raw["intermediate_size"],
-            layers=raw["num_hidden_layers"],
-            heads=heads,
-            kv_heads=raw.get("num_key_value_heads") or heads,
-            head_size=raw.get("head_dim") or raw["hidden_size"] // heads,
-            norm_epsilon=raw.get("rms_norm_eps", 1e-6),
-            rotary=_rotary(raw, path),
-            max_context=raw["max_position_embeddings"],
-            tied_head=raw.get("tie_word_embeddings", False),
+    says = ConfigFile(folder)
+    outline = read_outline(says)
+    path = says.path
+    if outline.architecture != "LlamaForCausalLM":
+        raise ModelError(
+            f"{folder} has the architecture {outline.architecture}; this decoder runs LlamaForCausalLM"
         )
-    except KeyError as error:
-        raise ModelError(f"{path} does not say {error.args[0]}") from None
-    if config.heads % config.kv_heads:
-        raise ModelError(f"{path}: {config.heads} heads cannot share {config.kv_heads} num_key_value_heads")
-    if config.head_size % 2:
-        raise ModelError(f"{path}: a head_dim of {config.head_size} cannot be rotated in pairs")
-    return config
+    for name in ("attention_bias", "mlp_bias"):
+        if says.get(name):
+            raise ModelError(f"{path}: {name} is not supported")
+    if says.get("hidden_act", "silu") != "silu":
+        raise ModelError(f"{path}: the activation {says['hidden_act']} is not supported")
+    if outline.heads % outline.kv_heads:
+        raise ModelError(f"{path}: {outline.heads} heads cannot share {outline.kv_heads} num_key_value_heads")
+    if outline.head_size % 2:
+        raise ModelError(f"{path}: a head_dim of {outline.head_size} cannot be rotated in pairs")
+    return DecoderConfig(
+        **vars(outline),
+        hidden=says["hidden_size"],
+        intermediate=says["intermediate_size"],
+        norm_epsilon=says.get("rms_norm_eps", 1e-6),
+        rotary=_rotary(says),
+        tied_head=says.get("tie_word_embeddings", False),
+    )
 
 
-def _rotary(raw: dict[str, Any], path: Path) -> dict[str, Any]:
+def _rotary(says: ConfigFile) -> dict[str, Any]:
     """rope_theta, rope_type and its parameters, from wherever releases of transformers have written them."""
-    rotary = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
+    rotary = dict(says.get("rope_parameters") or says.get("rope_scaling") or {})
     rotary.setdefault("rope_type", rotary.pop("type", "default"))
-    rotary.setdefault("rope_theta", raw.get("rope_theta", 10000.0))
+    rotary.setdefault("rope_theta", says.get("rope_theta", 10000.0))
     if rotary["rope_type"] not in ("default", "llama3"):
-        raise ModelError(f"{path}: rotary positions of the type {rotary['rope_type']} are not supported")
+        raise ModelError(f"{says.path}: rotary positions of the type {rotary['rope_type']} are not supported")
     return rotary
 
 

@@ -7,15 +7,14 @@ import torch
 from engine.checkpoint import (
     EMBEDDED_FOLDER,
     DecoderConfig,
-    ModelError,
     Weights,
     random_checkpoint,
     read_config,
     read_weights,
-    resolve,
 )
 from engine.messages import EngineConfig
 from engine.model import Decoder
+from engine.outline import ModelError, resolve
 
 RANDOM_PREFIX = "random:"  # of the names of models with random weights
 

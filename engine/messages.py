@@ -37,7 +37,7 @@ class Pace(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What the engine is started with."""
+    """What the engine is started with. Making it raises ValueError."""
 
     model: str  # a folder, a hub id, or "random:SEED" (a tiny model with random weights, for tests)
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -46,11 +46,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     kv_memory: int = 1 << 30  # bytes for the block pool, all layers together
     block_size: int = 16  # tokens a block
     max_batch: int = 256  # sequences that decode together in one step
-    prefill_chunk: int = (
-        512  # tokens of prompt a step: bounds how long a decoding sequence waits for a prefill
-    )
+    prefill_chunk: int = 512  # tokens of prompt a step: bounds how long decoding waits for a prefill
     prefix_cache: bool = True  # finished full blocks stay findable by content while there is room
     pace: Pace | None = None  # of the paced engine
+
+    def __post_init__(self) -> None:
+        if min(self.block_size, self.max_batch, self.prefill_chunk) < 1:
+            raise ValueError("block_size, max_batch and prefill_chunk must be at least 1")
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

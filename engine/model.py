@@ -31,7 +31,6 @@ import torch
 
 from engine.attention import SlotRuns, attend_many, attend_one
 from engine.checkpoint import DecoderConfig, Weights
-from engine.checkpoint import ModelError as ModelError
 from engine.kv import KvTensors
 
 WORKSPACES_KEPT = 64  # row counts: those of steady decoding come again and again, those of prefill seldom
@@ -128,11 +127,6 @@ class Decoder:
             matrices += [layer.query_key_value, layer.attention_output, layer.gate_up, layer.down]
         gains_folded_away = 2 * self.config.layers * self.config.hidden
         return sum(matrix.numel() for matrix in matrices) + gains_folded_away
-
-    @property
-    def kv_bytes_per_token(self) -> int:
-        """Bytes of keys and values, all layers together."""
-        return 2 * self.config.layers * self.config.kv_heads * self.config.head_size * self.dtype.itemsize
 
     def kv_tensors(self, slots: int) -> KvTensors:
         """Room for the keys and values of `slots` tokens."""

@@ -62,9 +62,9 @@ def sort_appended(
     return results, messages
 
 
-def check_history(items: Sequence[wire.Item]) -> None:
-    """Every result in a history comes after its call. Raises RequestError."""
-    calls: set[str] = set()
+def check_history(items: Sequence[wire.Item], history: Sequence[wire.Item]) -> None:
+    """Every result among new items comes after its call, there or in the history. Raises RequestError."""
+    calls = {item.call_id for item in history if isinstance(item, wire.ToolCall)}
     for index, item in enumerate(items):
         if isinstance(item, wire.ToolCall):
             calls.add(item.call_id)

@@ -105,6 +105,25 @@ class Conversation:
             self._sent = length
         return events
 
+    @property
+    def has_kv(self) -> bool:
+        """Whether the engine has any of it."""
+        return self._sequence is not None
+
+    def succeed(self, *, fork: bool) -> Conversation:
+        """A conversation that goes on from here, with a ledger of its own. It takes the KV over, or, as a
+        fork, shares it. Not while a leg is sampled.
+        """
+        assert self._leg is None
+        successor = Conversation(self.ledger.copy(), self._engine, self._namespace)
+        if self._sequence is not None:
+            successor._sent = self._sent
+            if fork:
+                successor._sequence = self._sequence.fork()
+            else:
+                successor._sequence, self._sequence = self._sequence, None
+        return successor
+
     def release(self) -> None:
         """Give the KV back. The ledger stays. Idempotent."""
         if self._sequence is not None:

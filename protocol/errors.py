@@ -31,9 +31,11 @@ class RequestError(Exception):
 
 
 def context_too_long(tokens: int, limit: int) -> RequestError:
-    """The input does not fit the model's context. Both in tokens; `limit` leaves room for sampling."""
+    """The input, this long or longer, does not fit the model's context. Both in tokens; `limit` leaves room
+    for sampling.
+    """
     return RequestError(
-        f"The input is {tokens} tokens long and the context of this model takes {limit}.",
+        f"The input is at least {tokens} tokens long, and the context of this model takes {limit}.",
         code="context_length_exceeded",
         param="input",
     )

@@ -23,6 +23,24 @@ from protocol.dialects.base import (
 )
 
 
+def as_item(output: wire.OutputItem) -> wire.Item:
+    """An output item as an item of a conversation's history."""
+    match output:
+        case wire.OutputMessage(content=parts):
+            content = [wire.ContentPart("output_text", text=part.text) for part in parts]
+            return wire.Message("assistant", content, id=output.id, status=output.status)
+        case wire.OutputReasoning(content=texts):
+            thoughts = [wire.ContentPart("reasoning_text", text=part.text) for part in texts]
+            return wire.Reasoning(content=thoughts, id=output.id, status=output.status)
+        case wire.OutputFunctionCall() | wire.OutputCustomCall():
+            namespace = None if output.namespace is UNSET else output.namespace
+            kind = wire.FunctionCall if isinstance(output, wire.OutputFunctionCall) else wire.CustomToolCall
+            said = output.arguments if isinstance(output, wire.OutputFunctionCall) else output.input
+            return kind(
+                output.call_id, output.name, said, id=output.id, status=output.status, namespace=namespace
+            )
+
+
 class ItemWriter:
     """Writes the items of one leg. `emit` gets each event as it arises; `items` are those begun so far, the
     last may be open.

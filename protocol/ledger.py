@@ -27,6 +27,10 @@ class Ledger(msgspec.Struct):
     def __len__(self) -> int:
         return len(self.tokens)
 
+    def copy(self) -> Ledger:
+        """A ledger of its own with the same content."""
+        return Ledger(self.tokens.copy(), [Span(span.end, span.sampled) for span in self.spans])
+
     def append(self, tokens: Sequence[int], *, sampled: bool) -> None:
         """Add tokens at the end."""
         if not tokens:

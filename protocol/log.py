@@ -75,6 +75,12 @@ class EventLog:
         """
         assert self.next_number == 0, "a Response that was created ends with an event of its own"
         self.refusal = error
+        self.break_off(error)
+
+    def break_off(self, error: RequestError) -> None:
+        """End a log with an `error` frame where, for a bug of ours, there is no event that could end it."""
+        assert not self.ended, "a log takes nothing after its terminal event"
+        self._freeze()
         self._store(error_frame(error))
         self.ended = True
         self._show()

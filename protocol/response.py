@@ -23,24 +23,22 @@ import structlog
 import trio
 
 from engine.handle import EngineUnavailable
-from engine.messages import Began, Event, Failed, Prefilled, Sampled, Stopped
+from engine.messages import Event, Failed, Sampled, Stopped
 from protocol import snapshot, wire
-from protocol.appended import count_turns, drop_echoes, sort_appended
+from protocol.appended import check_history, count_turns, drop_echoes, sort_appended
 from protocol.conversation import Conversation, LegRequest
-from protocol.dialects.base import Fragment, Malformed, Parsed, Parser, ReasoningDelta, RenderingError
-from protocol.errors import RequestError, context_too_long, nested_too_deeply, overloaded, server_error
+from protocol.errors import RequestError, context_too_long, overloaded, server_error
 from protocol.filters import Filters
-from protocol.items import ItemWriter
+from protocol.intake import Intake
+from protocol.leg import Leg
 from protocol.log import EventLog
-from protocol.state import MOVES, Ending, Phase, RunState
+from protocol.past import NOTHING, FindPast, Past, find_nothing
+from protocol.state import MOVES, Arrived, Ending, Phase, RunState
 from protocol.work import Work
 
 if TYPE_CHECKING:
     from engine.handle import Engine
     from protocol.models import Model
-
-# Characters. Tokenising more takes over a millisecond, which the event loop should not lose.
-TOKENISE_IN_THREAD = 16_384
 
 log: structlog.stdlib.BoundLogger = structlog.get_logger("protocol.response")
 
@@ -53,7 +51,9 @@ class RunEnd(Exception):
 
 
 class Run:
-    """One run. `on_change` is called, without waiting, after every change of phase."""
+    """One run. `on_change` is called, without waiting, after every change of phase; `keep` once, with what
+    another run may continue: without a keeper its KV is given back.
+    """
 
     def __init__(
         self,
@@ -66,20 +66,26 @@ class Run:
         heartbeat: float,
     ) -> None:
         self.state = state
-        self.response: wire.Response | None = None  # as the terminal event has it
         self.log = EventLog(next_number=state.next_number)
         self.on_change: Callable[[], None] | None = None
+        self.keep: Callable[[Past], None] = Past.release
+        self.find_past: FindPast = find_nothing
+        self.past = NOTHING  # found, and not continued yet
+        self.response: wire.Response | None = None  # as it ended
         self.received = monotonic()  # when the last input came
         self.owner: object = None  # whose going ends the run, if it is not held for another
         self.is_started = False  # its task is running, or has been
         self._model = model
         self._dialect = model.dialect
+        self._engine = engine
         self._filters = filters or Filters()
         self._conversation = Conversation(state.ledger, engine, state.owner)
-        self._tools = wire.parse_tools(state.request.tools, [])
+        shown = state.request.tool_choice != "none"
+        self._tools = wire.parse_tools(state.request.tools, []) if shown else []
+        self._intake = Intake(self._dialect, self._filters, self._tools, limit=model.max_input)
         self._hold_timeout = hold_timeout
         self._heartbeat = heartbeat
-        self._writer: ItemWriter | None = None
+        self._leg: Leg | None = None
         self._scope = trio.CancelScope()
         self._interrupted: str | None = None
         self._closing = False
@@ -105,19 +111,30 @@ class Run:
     # ---- stages ----
 
     async def prepare(self) -> None:
-        """Once: filter, render and tokenise what the client sent, and let its prefill begin."""
+        """Once: find what is continued, take in what the client sent, and let its prefill begin."""
         state = self.state
         if state.phase is not Phase.PREPARING:
             return
-        state.leg_work.pre_passes += 1
-        tools = () if state.request.tool_choice == "none" else self._tools
-        instructions = state.request.instructions
-        opening = self._render(lambda: self._dialect.opening(instructions, tools), state.leg_work)
-        tokens = await self._take_in(state.input, "input", opening=opening)
-        self._check_fits(len(tokens))
-        state.turns = count_turns(state.input)
+        work = state.leg_work
+        work.pre_passes += 1
+        opening = await self._intake.opening(state.request.instructions, work)
+        if self.past is NOTHING:
+            self.past = await self.find_past()
+        history = self.past.state.items
+        check_history(state.items, history)
+        if self.past.begins_with(opening):
+            tokens = await self._intake.items(state.items, work)
+            self._continue(self.past)
+        else:
+            tokens = [*opening, *await self._intake.items([*history, *state.items], work)]
+        tokens = [*self._turn_end(), *tokens]
+        self._check_fits(len(state.ledger) + len(tokens))
+        state.opening = len(opening)
+        state.inherited_items = len(history)
+        state.items = [*history, *state.items]
+        state.turns = count_turns(state.items)
         self._emit(wire.Created(response=snapshot.created(state, self._model)))
-        self._emit(wire.InProgress(response=snapshot.in_progress(self.state, self._model)))
+        self._emit(wire.InProgress(response=snapshot.in_progress(state, self._model)))
         if state.request.generate is False:
             self._conversation.add(tokens)
             raise RunEnd(Ending("completed"))
@@ -127,13 +144,13 @@ class Run:
         """One leg, shown as it is sampled. Returns what the client owes then; nothing when all is said."""
         state = self.state
         while state.phase is Phase.SAMPLING:
-            reader = self._begin_reading()
-            if self._has_its_only_call:
+            leg = self._leg = Leg(state, self._dialect.parser(self._tools), self._filters, self._emit)
+            if leg.has_its_only_call:
                 reason = "stop"
             else:
                 self._conversation.begin(self._leg_request())
-                reason = await self._read_leg(reader)
-            self._end_reading(complete=reason == "stop")
+                reason = await self._read(leg)
+            self._end_leg(complete=reason == "stop")
             if reason == "length":
                 raise RunEnd(self._out_of_tokens())
             state.owed = self._required_calls()
@@ -177,18 +194,16 @@ class Run:
             return
         ending = state.ending
         assert ending is not None
-        self._conversation.release()
+        self.past.release()
+        self.keep(Past(state, self._conversation))
         state.leg_work.post_passes += 1
         with state.leg_work.timed("post"):
             self._close_leg_accounts()
         if self.log.next_number == 0 and ending.error is None:
             self._emit(wire.Created(response=snapshot.created(state, self._model)))
-        kind = {"completed": wire.Completed, "incomplete": wire.Incomplete, "failed": wire.Failed}[
-            ending.status
-        ]
         if self.log.refusal is None:
             self.response = snapshot.ended(state, self._model)
-            self._emit(kind(response=self.response))
+            self._emit(TERMINAL[ending.status](response=self.response))
         log.info(
             "response_ended",
             status=ending.status,
@@ -230,20 +245,16 @@ class Run:
                 new_items = drop_echoes(items, state.output[state.leg_output :])
                 echoes = len(items) - len(new_items)
                 results, messages = sort_appended(new_items, state.required, echoes)
-            tokens = {item.call_id: await self._take_in([item], "input", work=work) for item in results}
-            message_tokens = await self._take_in(messages, "input", work=work) if messages else []
+            arrived = {item.call_id: await self._taken_in([item], work) for item in results}
+            said = [await self._taken_in(messages, work)] if messages else []
             self._check_takes_input()  # it may have ended meanwhile
-            self._check_fits(
-                len(state.ledger)
-                + sum(map(len, [*state.arrived.values(), *state.messages, *tokens.values()]))
-                + len(message_tokens)
-            )
+            waiting = [*state.arrived.values(), *state.messages, *arrived.values(), *said]
+            self._check_fits(len(state.ledger) + sum(len(each.tokens) for each in waiting))
             # From here on nothing can fail and nothing waits.
             self.received = received
             state.leg_work.add(work)
-            state.arrived.update(tokens)
-            if message_tokens:
-                state.messages.append(message_tokens)
+            state.arrived.update(arrived)
+            state.messages += said
             if event_id is not None:
                 state.event_ids.append(event_id)
             self._place_results()
@@ -267,6 +278,15 @@ class Run:
         self._closing = True
         if self.state.phase is Phase.HELD:
             self.interrupt("shutdown")
+
+    def abandon(self) -> None:
+        """After a bug in how a run ends: give back what it has, and let its client and its lane go on."""
+        self._conversation.release()
+        if not self.log.ended:
+            self.log.break_off(server_error())
+        self.state.phase = Phase.ENDED
+        if self.on_change is not None:
+            self.on_change()
 
     def interrupt(self, reason: str) -> None:
         """End the run within a step, as incomplete for this reason. Never waits. Idempotent."""
@@ -299,7 +319,7 @@ class Run:
         if self.state.ending is None:
             self.state.ending = ending
             self.state.ended_unasked = self.state.phase in (Phase.OWING, Phase.HELD)
-            self._end_reading(complete=False)
+            self._end_leg(complete=False)
             self._move(Phase.FINISHING)
 
     def _failure(self, error: RequestError) -> Ending:
@@ -307,36 +327,18 @@ class Run:
             self.log.refuse(error)
         return Ending("failed", error=wire.ErrorDetail(error.code, error.message))
 
-    def _render(self, render: Callable[[], Fragment], work: Work) -> Fragment:
-        try:
-            with work.timed("render"):
-                fragment = render()
-        except RenderingError as error:
-            raise RequestError(str(error), param=error.param) from error
-        except RecursionError as error:
-            raise nested_too_deeply() from error
-        work.characters_rendered += characters(fragment)
-        return fragment
+    def _continue(self, past: Past) -> None:
+        """Go on from where this past ended, with its KV if that is still there."""
+        kept = past.conversation
+        if kept is not None:
+            self._conversation = kept.succeed(fork=False)
+        else:
+            self._conversation = Conversation(past.state.ledger.copy(), self._engine, self.state.owner)
+        self.state.ledger = self._conversation.ledger
+        self.state.inherited = len(self.state.ledger)
 
-    async def _take_in(
-        self,
-        items: Sequence[wire.Item],
-        param: str,
-        *,
-        opening: Fragment | None = None,
-        work: Work | None = None,
-    ) -> list[int]:
-        """New items as tokens: filtered, rendered, tokenised, each once. Raises RequestError."""
-        work = self.state.leg_work if work is None else work
-        with work.timed("safety_in"):
-            items = self._filters.input(items, param)
-        fragment = (opening or []) + self._render(lambda: self._dialect.items(items), work)
-        length = characters(fragment)
-        work.characters_tokenised += length
-        with work.timed("tokenise"):
-            if length < TOKENISE_IN_THREAD:
-                return self._dialect.tokenize(fragment)
-            return await trio.to_thread.run_sync(self._dialect.tokenize, fragment)
+    async def _taken_in(self, items: Sequence[wire.Item], work: Work) -> Arrived:
+        return Arrived(list(items), await self._intake.items(items, work))
 
     def _check_takes_input(self) -> None:
         if self.state.phase not in (Phase.SAMPLING, Phase.OWING, Phase.HELD):
@@ -360,7 +362,8 @@ class Run:
     def _take_messages(self) -> list[int]:
         """The queued messages, as they continue the ledger."""
         queued, self.state.messages = self.state.messages, []
-        return [*self._turn_end(), *chain.from_iterable(queued)]
+        self.state.items += chain.from_iterable(each.items for each in queued)
+        return [*self._turn_end(), *chain.from_iterable(each.tokens for each in queued)]
 
     def _turn_end(self) -> list[int]:
         """What closes the sampled turn that the ledger ends with, if it does."""
@@ -392,40 +395,26 @@ class Run:
         error = context_too_long(len(self.state.ledger), self._model.max_context)
         return Ending("failed", error=wire.ErrorDetail(error.code, error.message))
 
-    def _begin_reading(self) -> Parser:
-        """A parser and a writer. What was shown of this leg before a restart is read again, silently."""
-        tools = () if self.state.request.tool_choice == "none" else self._tools
-        parser = self._dialect.parser(tools)
-        self._writer = ItemWriter(self.state.id, len(self.state.output), self._emit)
-        with self._writer.silent():
-            for read in range(self.state.leg_start, len(self.state.ledger)):
-                self._show(self._filters.output(parser.feed([self.state.ledger.tokens[read]])))
-                if self._has_its_only_call:  # it stopped while the leg was being cut
-                    self.state.ledger.cut(read + 1)
-                    break
-        return parser
-
-    async def _read_leg(self, parser: Parser) -> str:
+    async def _read(self, leg: Leg) -> str:
         """Show what is sampled as it comes. Returns why the leg stopped: `stop` or `length`."""
         while True:
             read = len(self.state.ledger)
             events = await self._engine_events()
-            self._account(events)
+            self._account(leg, events)
             for event in events:
                 match event:
                     case Sampled(tokens=tokens):
                         for token in tokens:
                             read += 1
-                            self._write(parser.feed([token]))
-                            if self._has_its_only_call:
-                                self._account(await self._conversation.cut(read))
-                                self._show(self._filters.flush())
+                            leg.read(token)
+                            if leg.has_its_only_call:
+                                self._account(leg, await self._conversation.cut(read))
+                                leg.flush()
                                 return "stop"
                     case Failed(code=code, message=message):
                         raise RequestError(message, status=503, code=ENGINE_ERRORS[code])
                     case Stopped(reason=reason):
-                        self._write(parser.finish())
-                        self._show(self._filters.flush())
+                        leg.finish()
                         return reason
 
     async def _engine_events(self) -> list[Event]:
@@ -435,63 +424,16 @@ class Run:
                 return await self._conversation.events()
             self._emit(wire.InProgress(response=snapshot.in_progress(self.state, self._model)))
 
-    def _account(self, events: Sequence[Event]) -> None:
-        work = self.state.leg_work
-        for event in events:
-            match event:
-                case Sampled(tokens=tokens):
-                    work.tokens_sampled += len(tokens)
-                case Prefilled():
-                    self._account_prefill(event)
-                case Stopped(decode_seconds=seconds):
-                    work.times_ms.decode += seconds * 1e3
-                case Began(at=at):
-                    waited = at - self._conversation.handed_over
-                    if waited > 0:  # else these are results that were placed while others were awaited
-                        work.times_ms.queue += waited * 1e3
-                        work.times_ms.first_step += (at - self.received) * 1e3
+    def _account(self, leg: Leg, events: Sequence[Event]) -> None:
+        leg.account(events, handed_over=self._conversation.handed_over, received=self.received)
 
-    def _account_prefill(self, event: Prefilled) -> None:
-        state, work = self.state, self.state.leg_work
-        work.tokens_prefilled += event.prefilled
-        work.tokens_reused += max(0, state.leg_input - event.prefilled)
-        work.times_ms.prefill += event.prefill_seconds * 1e3
-        if state.work.legs == 0:  # the first leg is not over
-            state.reused_at_start = event.reused
-
-    def _write(self, parsed: Sequence[Parsed]) -> None:
-        """Show what the parser read, and count what is remarkable in it."""
-        work = self.state.leg_work
-        for each in parsed:
-            if isinstance(each, Malformed):
-                work.malformed_calls += 1
-                log.info("malformed_call", why=each.why)
-            elif isinstance(each, ReasoningDelta):
-                self.state.leg_reasoning_tokens += 1
-        self._show(self._filters.output(parsed))
-
-    @property
-    def _has_its_only_call(self) -> bool:
-        """Whether a call has ended and the request allows one a turn."""
-        return self.state.request.parallel_tool_calls is False and bool(self._writer and self._writer.calls)
-
-    def _show(self, parsed: Sequence[Parsed]) -> None:
-        assert self._writer is not None
-        for each in parsed:
-            self._writer.write(each)
-
-    def _end_reading(self, *, complete: bool) -> None:
+    def _end_leg(self, *, complete: bool) -> None:
         """The leg's items are whole, or as whole as they get."""
-        if self._writer is None:
-            return
-        state = self.state
-        self._writer.close(complete=complete)
-        state.leg_work.engine_restarts += self._conversation.restarts
-        self._conversation.restarts = 0
-        state.leg_output = len(state.output)
-        state.output += self._writer.items
-        state.turns += bool(len(state.ledger) > state.leg_start)
-        self._writer = None
+        if self._leg is not None:
+            self._leg.close(complete=complete)
+            self._leg = None
+            self.state.leg_work.engine_restarts += self._conversation.restarts
+            self._conversation.restarts = 0
 
     def _required_calls(self) -> list[wire.RequiredInput]:
         if self.state.lifecycle != "held":
@@ -506,8 +448,9 @@ class Run:
         """Results enter the ledger in call order, and are prefilled while those after them are awaited."""
         state = self.state
         while state.owed and state.owed[0].call_id in state.arrived:
-            call = state.owed.pop(0)
-            self._conversation.add([*self._turn_end(), *state.arrived.pop(call.call_id)])
+            arrived = state.arrived.pop(state.owed.pop(0).call_id)
+            self._conversation.add([*self._turn_end(), *arrived.tokens])
+            state.items += arrived.items
         self._news.set()
 
     def _acknowledge(self, acknowledge: Callable[[], None] | None) -> None:
@@ -545,6 +488,9 @@ class Run:
             self.on_change()
 
 
+TERMINAL = {"completed": wire.Completed, "incomplete": wire.Incomplete, "failed": wire.Failed}
+"""The terminal event for each way to end."""
+
 ENGINE_ERRORS = {
     "context_length_exceeded": "context_length_exceeded",
     "out_of_kv": "server_is_overloaded",
@@ -561,8 +507,3 @@ def nothing_to_append_to(response_id: str | None) -> RequestError:
         else f"Response {response_id!r} takes no input now."
     )
     return RequestError(whom, code="previous_response_not_found", param="response_id")
-
-
-def characters(fragment: Fragment) -> int:
-    """Characters of text in a fragment; control tokens are none."""
-    return sum(len(part) for part in fragment if isinstance(part, str))

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from time import monotonic
 from typing import TypeAlias
 from urllib.parse import unquote
@@ -21,7 +22,7 @@ import trio
 
 from protocol import wire
 from protocol.access import Caller
-from protocol.errors import RequestError, nested_too_deeply
+from protocol.errors import RequestError, nested_too_deeply, server_error
 from protocol.http import Exchange, Reply, error_reply, json_reply
 from protocol.log import Cursor, EventsExpired
 from protocol.response import Run
@@ -72,6 +73,7 @@ class Rest:
             if is_new:
                 run.received = exchange.received
                 run.state.leg_work.times_ms.transport += (monotonic() - exchange.received) * 1e3
+                self._continue(run, caller)
             if not isinstance(run.owner, Lane):  # the request of a WebSocket, sent again here, stays there
                 run.owner = exchange
             self._service.start(run)
@@ -82,6 +84,11 @@ class Rest:
             finally:
                 if run.owner is exchange:
                     run.interrupt("cancelled")  # no effect on one that has ended
+
+    def _continue(self, run: Run, caller: Caller) -> None:
+        previous = run.state.request.previous_response_id
+        if previous is not None:
+            run.find_past = partial(self._service.find_past, previous, caller)
 
     @contextmanager
     def _counted(self, caller: Caller) -> Iterator[None]:
@@ -136,9 +143,9 @@ class Rest:
                 await ended.wait()
             finally:
                 cursor.close()
-        if run.log.refusal is not None:
-            return error_reply(run.log.refusal)
-        return json_reply(self._service.response_of(run))
+        if run.response is None:
+            return error_reply(run.log.refusal or server_error())
+        return json_reply(run.response)
 
 
 def _decode(exchange: Exchange) -> wire.Create:

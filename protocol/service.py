@@ -19,11 +19,11 @@ from engine.handle import Engine, EngineUnavailable, ProcessEngine
 from engine.messages import EngineConfig
 from protocol import snapshot, wire
 from protocol.access import Caller
-from protocol.appended import check_history
 from protocol.dialects.load import DialectError, load_dialect
 from protocol.errors import RequestError, overloaded
 from protocol.metrics import Sections
 from protocol.models import Model, ScriptError, load_models, load_scripts
+from protocol.past import Past, Shelf, not_found
 from protocol.response import Run
 from protocol.settings import EMBEDDED_MODEL, Settings
 from protocol.state import Phase, RunState
@@ -52,6 +52,7 @@ class Service:
         self._by_event_id: OrderedDict[tuple[str, str], Run] = OrderedDict()
         self._nursery: trio.Nursery | None = None
         self._run_ended = trio.Event()
+        self.shelf = Shelf(settings.max_held)
         self._ended: Counter[str] = Counter()
         self._work = Work()  # of all runs that have ended
 
@@ -104,8 +105,8 @@ class Service:
             model = self._model(request)
             check_supported(request)
             items = wire.parse_items(request.input, work.ignored)
-            check_history(items)
             wire.parse_tools(request.tools, work.ignored)
+            request.tools = wire.without_ignored(request.tools)
             wire.unknown_fields(frame, work.ignored)
             work.items_validated = len(items)
         request.input = None
@@ -118,7 +119,7 @@ class Service:
             prototype=prototype,
             created_at=int(time()),
             request=request,
-            input=items,
+            items=items,
             leg_work=work,
         )
         run = Run(
@@ -145,16 +146,20 @@ class Service:
 
     def forget(self, run: Run) -> None:
         """A run that was created and will never be started."""
+        run.past.release()
         self._runs.pop(run.state.id, None)
         if run.state.request.event_id is not None:
             self._by_event_id.pop((run.state.owner, run.state.request.event_id), None)
 
     async def _see_through(self, run: Run) -> None:
-        await run.run()
+        try:
+            await run.run()
+        except Exception:  # ours, in how a run ends: no other run may end with it
+            log.exception("run_lost", response=run.state.id)
+            run.abandon()
         self._runs.pop(run.state.id, None)
         ending = run.state.ending
-        assert ending is not None
-        self._ended[ending.reason or ending.status] += 1
+        self._ended[(ending.reason or ending.status) if ending is not None else "lost"] += 1
         self._work.add(run.state.work)
         self._work.ignored.clear()
         self._run_ended.set()
@@ -169,6 +174,10 @@ class Service:
         model_id = run.state.request.model
         assert model_id is not None
         return run.response or snapshot.in_progress(run.state, self._models[model_id])
+
+    async def find_past(self, response_id: str, caller: Caller) -> Past:
+        """The Response of this id that the caller made and had stored. Raises RequestError."""
+        raise not_found(response_id)
 
     async def drain(self) -> None:
         """Take no new runs, end those that are held, and wait for the legs that are going on.
@@ -222,7 +231,13 @@ class Service:
                 "Missing required parameter: 'model'.", code="missing_required_parameter", param="model"
             )
         if not self._models:
-            raise overloaded(f"The model is not loaded: {self._unusable or self._engine.reason}.")
+            # No overload: clients that give up at that code come again at this one.
+            raise RequestError(
+                f"There is no model: {self._unusable or self._engine.reason}. Please try again in 5s.",
+                status=503,
+                type="server_error",
+                code="server_error",
+            )
         model = self._models.get(request.model)
         if model is None:
             raise RequestError(
@@ -324,12 +339,6 @@ def check_supported(request: wire.Create) -> None:
     """Refuse what this server knows and cannot do, where leaving it out would change the answer. Raises
     RequestError.
     """
-    if request.previous_response_id is not None:
-        raise RequestError(
-            f"Previous response with id '{request.previous_response_id}' not found.",
-            code="previous_response_not_found",
-            param="previous_response_id",
-        )
     text_format = (request.text or {}).get("format") or {"type": "text"}
     refused = {
         "background": bool(request.background),

@@ -45,6 +45,13 @@ class Ending(msgspec.Struct):
     error: wire.ErrorDetail | None = None
 
 
+class Arrived(msgspec.Struct):
+    """Input that was accepted and is not in the ledger yet."""
+
+    items: list[wire.Item]
+    tokens: list[int]
+
+
 class RunState(msgspec.Struct, kw_only=True):
     """One run, written down. `dump` and `load` are exact."""
 
@@ -54,16 +61,19 @@ class RunState(msgspec.Struct, kw_only=True):
     prototype: bool  # the client speaks the prototype's protocol and knows no late frames
     created_at: int  # seconds since the epoch
     request: wire.Create  # without its input
-    input: list[wire.Item]
+    items: list[wire.Item]  # of the whole conversation, in order; before `prepare` the new ones only
     phase: Phase = Phase.PREPARING
     ledger: Ledger = msgspec.field(default_factory=Ledger)
+    opening: int = 0  # tokens of instructions and tools, at the head of the ledger
+    inherited: int = 0  # tokens of the ledger that earlier Responses left
+    inherited_items: int = 0  # likewise of `items`
     leg_start: int = 0  # length of the ledger when this leg began to sample
     turns: int = 0  # model turns in the conversation before this leg
     output: list[wire.OutputItem] = []  # of all legs that are over
     leg_output: int = 0  # index in `output` of the first item of the leg that ended last
     owed: list[wire.RequiredInput] = []  # calls whose results are not in the ledger, in call order
-    arrived: dict[str, list[int]] = {}  # call id to tokens: results that wait for one before them
-    messages: list[list[int]] = []  # tokens of messages that go in after the results
+    arrived: dict[str, Arrived] = {}  # by call id: results that wait for one before them
+    messages: list[Arrived] = []  # what goes in after the results
     event_ids: list[str] = []  # of the appends that were accepted
     next_number: int = 0  # of events
     work: Work = msgspec.field(default_factory=Work)  # of the legs that are over
@@ -82,7 +92,7 @@ class RunState(msgspec.Struct, kw_only=True):
 
     @property
     def rendered(self) -> int:
-        """Tokens of the ledger that were rendered, not sampled."""
+        """Tokens of the ledger that came in: rendered in this run, or inherited."""
         return len(self.ledger) - self.sampled
 
     @property
@@ -90,7 +100,8 @@ class RunState(msgspec.Struct, kw_only=True):
         """Tokens of the ledger that were sampled, by this run."""
         begin, total = 0, 0
         for span in self.ledger.spans:
-            total += (span.end - begin) if span.sampled else 0
+            begin = max(begin, self.inherited)
+            total += max(0, span.end - begin) if span.sampled else 0
             begin = span.end
         return total
 

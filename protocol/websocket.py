@@ -14,6 +14,7 @@ that asked for it; when the connection goes, the runs of its lanes are cancelled
 from __future__ import annotations
 
 from collections import deque
+from functools import partial
 from time import monotonic
 
 import structlog
@@ -23,6 +24,7 @@ from protocol import wire
 from protocol.access import Caller
 from protocol.errors import RequestError, nested_too_deeply, server_error
 from protocol.log import Cursor, EventsExpired
+from protocol.past import ConnectionMemory, Past
 from protocol.response import Run, nothing_to_append_to
 from protocol.service import Service
 from protocol.socket import BinaryFrame, Socket, SocketClosed
@@ -140,6 +142,7 @@ class Connection:
         self._caller = caller
         self._prototype = prototype
         self._lanes: dict[str | None, Lane] = {}
+        self._memory = ConnectionMemory(service.shelf)
         self._ready: deque[Lane] = deque()
         self._errors: deque[str] = deque()
         self._close: tuple[int, str] | None = None  # once everything is said
@@ -175,10 +178,12 @@ class Connection:
             lane.close()
             for run in lane.runs():
                 run.on_change = None
+                run.keep = Past.release
                 run.interrupt("cancelled")
                 if not run.is_started:
                     self._service.forget(run)
         self._lanes.clear()
+        self._memory.release()
 
     # ---- what the client says ----
 
@@ -230,6 +235,7 @@ class Connection:
         if is_new:
             run.state.leg_work.times_ms.transport += (monotonic() - received) * 1e3
             run.received = received
+            self._continue(run, lane)
         elif run in lane.runs():
             return  # it is being shown, or will be
         try:
@@ -240,11 +246,35 @@ class Connection:
             run.owner.let_go(run)
             run.owner.connection.lose(run, run.owner)
         run.owner = lane
+        run.keep = partial(self._keep, lane)
         held = lane.live_run
         if held is not None and held.state.phase is Phase.HELD:
             held.interrupt("superseded")
         lane.accept(run, cursor)
         self._start_waiting()
+
+    def _continue(self, run: Run, lane: Lane) -> None:
+        """What a run of this connection continues, and what becomes of it when it has ended."""
+        previous = run.state.request.previous_response_id
+        if previous is None:
+            return
+
+        async def find_past() -> Past:
+            return self._memory.take(lane, previous) or await self._service.find_past(previous, self._caller)
+
+        run.find_past = find_past
+        run.past = self._memory.pin(lane, previous) or run.past
+
+    def _keep(self, lane: Lane, past: Past) -> None:
+        previous = past.state.request.previous_response_id
+        if past.state.ending is not None and past.state.ending.status == "failed":
+            past.release()
+            if previous is not None:
+                self._memory.evict(lane, previous)
+            return
+        if past.state.lifecycle == "held":
+            past.release()  # it held its KV while it could be of use; a later turn finds what the pool still has
+        self._memory.keep(lane, past)
 
     def lose(self, run: Run, lane: Lane) -> None:
         """A run of this connection was asked for by another lane, maybe of another connection."""

@@ -23,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -140,21 +141,33 @@ def main() -> int:
     parser.add_argument("--keep", action="store_true", help="keep the folder with workspace and log")
     arguments = parser.parse_args()
     client = CLIENTS[arguments.version]
+    outcome: Outcome | None = None
     try:
         program = install(arguments.version)
-        # Not in /tmp: Codex makes no helpers in folders that others may write to.
-        folder = Path(tempfile.mkdtemp(prefix="task-", dir=CACHE))
-        try:
+        with task_folder(keep=arguments.keep) as folder:
             outcome = trio.run(do_task, program, client, folder)
-        finally:
-            if arguments.keep:
-                print(f"everything is in {folder}")
-            else:
-                shutil.rmtree(folder)
-    except (subprocess.SubprocessError, ServerDied, trio.TooSlowError) as error:
-        print(f"scripts/check_codex: {error or 'Codex did not get ready in time'}", file=sys.stderr)
+    except* trio.TooSlowError:
+        _complain(f"not done within {TASK_TIMEOUT:g} s")
+    except* (subprocess.SubprocessError, ServerDied) as errors:
+        for error in errors.exceptions:
+            _complain(str(error))
+    if outcome is None:
         return 1
     return report(outcome.recording, list(judge(outcome, client)))
+
+
+@contextmanager
+def task_folder(*, keep: bool) -> Iterator[Path]:
+    """A new folder for one task, removed afterwards unless it is to be kept."""
+    # Not in /tmp: Codex makes no helpers in folders that others may write to.
+    folder = Path(tempfile.mkdtemp(prefix="task-", dir=CACHE))
+    try:
+        yield folder
+    finally:
+        if keep:
+            print(f"everything is in {folder}")
+        else:
+            shutil.rmtree(folder)
 
 
 def install(version: str) -> Path:
@@ -268,6 +281,10 @@ def report(recording: Recording, findings: Sequence[Finding]) -> int:
     wrong = sum(not finding.is_good for finding in findings)
     print(f"\n{len(findings) - wrong} of {len(findings)} as it should be")
     return 1 if wrong else 0
+
+
+def _complain(message: str) -> None:
+    print(f"scripts/check_codex: {message}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ import structlog
 import trio
 
 from protocol.logs import set_up_logging
+from protocol.models import ScriptError
 from protocol.rest import Rest
 from protocol.server import ListenError, Server
 from protocol.service import Service
@@ -121,6 +122,8 @@ def main(arguments: argparse.Namespace) -> int:
     set_up_logging(settings.log_format, settings.log_level)
     try:
         trio.run(_serve, settings)
+    except ScriptError as error:
+        return _complain(f"argument --script: {error}", 2)
     except ListenError as error:
         return _complain(str(error), 1)
     return 0

@@ -14,7 +14,7 @@ import argparse
 import json
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import cos, pi
 from pathlib import Path
@@ -25,13 +25,21 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn import functional
 
-from scripts.copying import IGNORED, copying_batch
+from scripts.copying import IGNORED, Alphabet, copying_batch
 from scripts.kinds import draw_conversation
 from scripts.maker import LONGEST_FOLDER, LONGEST_TRAIL
 from scripts.score import report_line, score_answers
 from scripts.tiny_llama import Shape, TinyLlama, load
 from scripts.transcript import CHAT_TEMPLATE, random_system_text, training_row
-from scripts.vocabulary import END_TOKEN, PAD_TOKEN, SPECIAL_TOKENS, build_tokenizer, save_tokenizer, token_id
+from scripts.vocabulary import (
+    END_TOKEN,
+    FOLDER_AND_FILE_WORDS,
+    PAD_TOKEN,
+    SPECIAL_TOKENS,
+    build_tokenizer,
+    save_tokenizer,
+    token_id,
+)
 from scripts.world import Message
 
 WARMUP_STEPS = 100
@@ -54,22 +62,15 @@ class Stage:
     grows: bool = False  # folders and trails grow longer over the horizon
     varied: bool = False  # names of all kinds
     together: float = 0.0  # share of conversations that read files together, the hardest of the short kinds
+    path_rows: float = 0.0  # share of copying rows that are lists of paths
 
 
 STAGES = (
-    Stage("copying", seed=1, steps=1600, copying_every=1, learning_rate=2e-3),
-    Stage("tasks", seed=2, steps=3000, copying_every=8, learning_rate=2e-3, horizon=9000, grows=True),
-    Stage("names", seed=3, steps=1000, copying_every=8, learning_rate=1.5e-3, horizon=8000, varied=True),
-    Stage(
-        "together",
-        seed=4,
-        steps=7000,
-        copying_every=8,
-        learning_rate=1.4e-3,
-        horizon=7000,
-        varied=True,
-        together=0.25,
-    ),
+    Stage("copying", 1, 1600, 1, 2e-3),
+    Stage("tasks", 2, 3000, 8, 2e-3, horizon=9000, grows=True),
+    Stage("names", 3, 1000, 8, 1.5e-3, horizon=8000, varied=True),
+    Stage("together", 4, 3000, 8, 1.4e-3, horizon=7000, varied=True, together=0.25),
+    Stage("paths", 5, 4000, 5, 1e-3, horizon=4000, varied=True, together=0.25, path_rows=0.6),
 )
 
 
@@ -100,13 +101,25 @@ def longest(progress: float) -> tuple[int, int, float]:
     return LONGEST_FOLDER, LONGEST_TRAIL, 0.35
 
 
-def copying_batches(rng: random.Random, tokenizer: Tokenizer) -> Iterator[Batch]:
+def copying_batches(rng: random.Random, tokenizer: Tokenizer, path_rows: float) -> Iterator[Batch]:
     """Endless copying practice over all tokens but the control tokens."""
-    digits = [token_id(tokenizer, str(digit)) for digit in range(10)]
-    tokens = list(range(len(SPECIAL_TOKENS), tokenizer.get_vocab_size()))
+
+    def ids(texts: Iterable[str]) -> list[int]:
+        return [token_id(tokenizer, text) for text in texts]
+
+    alphabet = Alphabet(
+        tokens=list(range(len(SPECIAL_TOKENS), tokenizer.get_vocab_size())),
+        digits=ids("0123456789"),
+        words=ids(FOLDER_AND_FILE_WORDS),
+        slash=token_id(tokenizer, "/"),
+        extensions=ids((".txt", ".md", ".log")),
+        separators=[
+            tokenizer.encode(text, add_special_tokens=False).ids[0] for text in (", ", "\n", " ", '"')
+        ],
+    )
     prefix = torch.tensor([token_id(tokenizer, "<|im_start|>")])
     while True:
-        yield Batch(prefix, *copying_batch(rng, tokens, digits, COPYING_ROWS, COPYING_LENGTH))
+        yield Batch(prefix, *copying_batch(rng, alphabet, COPYING_ROWS, COPYING_LENGTH, path_rows))
 
 
 def conversation_batches(rng: random.Random, tokenizer: Tokenizer, stage: Stage) -> Iterator[Batch]:
@@ -142,7 +155,7 @@ def conversation_batches(rng: random.Random, tokenizer: Tokenizer, stage: Stage)
 def train(stage: Stage, model: TinyLlama, tokenizer: Tokenizer, folder: Path) -> None:
     """Runs one stage, saving the weights into `folder` and printing loss and held-out scores as it goes."""
     rng = random.Random(stage.seed)
-    copying = copying_batches(rng, tokenizer)
+    copying = copying_batches(rng, tokenizer, stage.path_rows)
     conversations = conversation_batches(rng, tokenizer, stage)
     optimiser = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=0.01, fused=True)
     started, losses, right = time.monotonic(), [], []

@@ -1,8 +1,6 @@
 """A real server for tests: `fermata serve` as a process on a free port, and a client of its sockets.
 
-As a pytest plugin (`pytest_plugins = ["real_server"]`) it has the fixture `server`: one process for all tests
-that leave it as they found it. It knows the command line, the log and HTTP, and nothing of what a test
-expects.
+It knows the command line, the log and HTTP, and nothing of what a test expects.
 
 Strategy. Nothing sleeps for a time that was guessed. The log of the server, a line of JSON an event, says
 what has happened: a thread collects it, `RealServer.wait_for` waits for a line. A `Client` has no task of its
@@ -22,14 +20,14 @@ import subprocess
 import sys
 import threading
 import urllib.request
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import pytest
 import trio
 from wsproto import Connection, ConnectionType
+from wsproto.connection import ConnectionState
 from wsproto.events import BytesMessage, CloseConnection, Event, Ping, Pong, TextMessage
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -203,23 +201,6 @@ def write_script(folder: Path, name: str, *legs: list[Json]) -> None:
     (folder / f"{name}.jsonl").write_text("".join(json.dumps(leg) + "\n" for leg in legs), encoding="utf-8")
 
 
-@pytest.fixture(scope="session")
-def scripts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of every server's scripts; a test may not add to it."""
-    folder = tmp_path_factory.mktemp("scripts")
-    for name, legs in SCRIPTS.items():
-        write_script(folder, name, *legs)
-    return folder
-
-
-@pytest.fixture(scope="session")
-def server(scripts: Path) -> Iterator[RealServer]:
-    """A server that is ready, shared: leave it as you found it."""
-    with RealServer(f"--script={scripts}") as server:
-        server.wait_for("models_ready")
-        yield server
-
-
 # ---- what its models say
 
 
@@ -329,7 +310,8 @@ class Client:
                 case Ping(payload=payload):
                     await self.send_event(Pong(payload))
                 case CloseConnection(code=code, reason=reason) as close:
-                    await self.send_event(close.response())
+                    if self.frames.state is ConnectionState.REMOTE_CLOSING:
+                        await self.send_event(close.response())
                     raise Closed(code, reason or "")
                 case BytesMessage():
                     raise AssertionError("the server never sends binary")

@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 import trio
+import trio.testing
+from harness import said, serving
 from hypothesis import given
 from hypothesis import strategies as st
 from real_server import (
@@ -27,9 +29,11 @@ from real_server import (
     texts,
     until_gone,
 )
-from wsproto.events import BytesMessage, TextMessage
+from wsproto.events import BytesMessage, CloseConnection, TextMessage
 
-pytest_plugins = ["real_server"]
+from protocol import snapshot
+
+pytest_plugins = ["shared_server"]
 
 CREATE: Json = {
     "type": "response.create",
@@ -255,6 +259,39 @@ async def test_a_frame_of_16_mib_is_taken(server: RealServer) -> None:
         assert (await client.until("response.completed"))["response"]["work"]["bytes_in"] == LIMIT
 
 
+async def test_16_mib_of_text_cost_what_the_context_takes(server: RealServer) -> None:
+    """They are 13 million tokens, which nobody has to count to see that they do not fit."""
+    async with connected(server) as client:
+        memory = (await server.until_metrics(bool))["process_resident_memory_bytes"]
+        await client.send_text(frame(input="word " * (LIMIT // 5 - 200)))
+        error = await client.until("error")
+        assert (error["status"], error["error"]["code"]) == (400, "context_length_exceeded")
+        assert (await server.until_metrics(bool))["process_resident_memory_bytes"] - memory < 500_000_000
+        await check_serves(client)
+
+
+async def test_text_of_long_tokens_may_fit_where_others_do_not() -> None:
+    """However many characters a token has, what fits is taken and what does not is refused."""
+    script = {"hello": [[said("hello there")]]}
+    async with serving(script, engine={"max_context": 400}) as bench:
+        peer = bench.connect()
+        token = '", "parameters": {"type": "object", "properties": {"'  # one of the tokenizer's
+        for count, kind in ((80, "response.completed"), (395, "error"), (3000, "error")):
+            peer.create("forced:hello", input=token * count, tools=[])
+            event = await peer.until(kind)
+        assert event["error"]["code"] == "context_length_exceeded"
+
+
+async def test_what_means_nothing_here_is_not_repeated(server: RealServer) -> None:
+    """Neither is it kept: a Response that repeats 9 MB twice is more than its log holds."""
+    async with connected(server) as client:
+        unknown = {"type": "of tomorrow", "data": "x" * 9_000_000}
+        await client.create("forced:hello", tools=[TOOLS[0], unknown])
+        completed = await client.until("response.completed")
+        assert completed["response"]["tools"] == [TOOLS[0]]
+        assert completed["response"]["work"]["ignored"] == ["tools[1]: tool of type of tomorrow"]
+
+
 @pytest.mark.parametrize(
     ("message", "code"),
     [
@@ -300,17 +337,20 @@ async def test_a_flood_is_answered_or_cut_off_and_harms_nobody_else(server: Real
 # ------------------------------------------------------------------------------------------------------
 
 
-async def test_a_client_that_vanishes_takes_its_runs_with_it(server: RealServer) -> None:
+@pytest.mark.parametrize("goes", ["by a close frame", "by a reset", "by the end of the stream"])
+async def test_a_client_that_goes_takes_its_runs_with_it(goes: str, server: RealServer) -> None:
     ended_before = server.count("response_ended", reason="cancelled")
-    for goes_by_reset in (True, False):
-        async with connected(server) as client:
-            await client.create("forced:look", stream_id="held")
-            await client.until("response.done")
-            await client.create("forced:long", stream_id="sampling")
-            await client.until("response.output_text.delta")
-            if goes_by_reset:
-                await client.reset()
-    await server.until("response_ended", count=ended_before + 4, reason="cancelled")
+    async with connected(server) as client:
+        await client.create("forced:look", stream_id="held")
+        await client.until("response.done")
+        await client.create("forced:endless", stream_id="sampling")
+        await client.until("response.output_text.delta")
+        if goes == "by a close frame":
+            await client.send_event(CloseConnection(1000))
+            assert await client.until_closed() == 1000
+        elif goes == "by a reset":
+            await client.reset()
+    await server.until("response_ended", count=ended_before + 2, reason="cancelled")
     await server.until_idle()
 
 
@@ -319,7 +359,7 @@ def hasty(scripts: Path) -> Iterator[RealServer]:
     """A server of two keys whose patience is short. It may be ended when nothing else needs it."""
     with RealServer(
         f"--script={scripts}",
-        *("--api-key=one", "--api-key=two", "--hold-timeout=1", "--max-context=2048"),
+        *("--api-key=one", "--api-key=two", "--hold-timeout=1"),
         send_timeout=1,
         ping_interval=1,
         ping_timeout=4,
@@ -344,12 +384,14 @@ async def test_a_client_that_is_half_gone_is_found_out(hasty: RealServer) -> Non
 async def test_a_client_that_stops_reading_costs_nobody_anything(hasty: RealServer) -> None:
     """It has a share of memory that does not grow with what it leaves unread, and is dropped in time."""
     closed_before = hasty.count("socket_closed", code=1006)
-    too_much = {"type": "of tomorrow", "data": "x" * 3_000_000}  # is repeated when the Response is created
+    repeated = "function " * 11_000  # 99 kB in the first event and in the last
     async with connected(hasty, with_key("one")) as client, connected(hasty, with_key("two")) as other:
         await check_serves(other)
         memory = (await hasty.until_metrics(bool))["process_resident_memory_bytes"]
         for lane in "abc":
-            await client.create("forced:long", tools=[too_much], stream_id=lane)
+            await client.create("forced:long", stream_id=lane)
+        for _ in range(28):
+            await client.create("forced:hello", generate=False, instructions=repeated)
         for number in range(3):
             await check_serves(other, f"lane{number}")
         await hasty.until("socket_closed", count=closed_before + 1, code=1006)
@@ -381,6 +423,28 @@ async def test_keys_know_nothing_of_each_other(hasty: RealServer) -> None:
             ]
             said = json.dumps(answers).replace(response_id, "ID")
         assert said == json.dumps(answers).replace("resp_none", "ID")
+
+
+# ---- bugs of ours
+# --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("broken", ["ended", "created"])
+async def test_a_bug_in_how_a_run_ends_ends_that_run_only(
+    broken: str, autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serving({"hello": [[said("hello there")]]}) as bench:
+        keeping, unlucky = bench.connect(), bench.connect()
+        with monkeypatch.context() as patched:
+            patched.setattr(snapshot, broken, lambda state, model: 1 / 0)
+            unlucky.create("forced:hello", stream_id="a")
+            error = await unlucky.until("error")
+            assert (error["status"], error["error"]["code"]) == (500, "server_error")
+            assert error["stream_id"] == "a"
+        for peer in (keeping, unlucky):
+            peer.create("forced:hello", stream_id="a")
+            await peer.until("response.completed")
+        await bench.check_nothing_is_left()
 
 
 # ---- the engine

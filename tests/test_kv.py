@@ -10,7 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.kv import BlockCopy, BlockPool, FreeRuns, KvTensors, OutOfBlocks, Table
+from engine.free_runs import FreeRuns
+from engine.kv import BlockCopy, BlockPool, KvTensors, OutOfBlocks, Table
 
 Ledger = tuple[str, tuple[int, ...]]
 

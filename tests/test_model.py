@@ -13,8 +13,9 @@ import torch
 from engine_fixtures import reference_logits, write_checkpoint
 
 from engine.attention import attend_many, attend_one
-from engine.checkpoint import random_checkpoint, read_config, read_weights, resolve
-from engine.model import Decoder, ModelError, Part
+from engine.checkpoint import random_checkpoint, read_config, read_weights
+from engine.model import Decoder, Part
+from engine.outline import ModelError, resolve
 
 CPU = torch.device("cpu")
 TOLERANCE = 2e-4  # of logits that spread over about 10: a hundred roundings of float32

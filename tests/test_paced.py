@@ -38,7 +38,7 @@ from engine.messages import (
     Stopped,
     Truncate,
 )
-from engine.outline import OutlineError, read_outline
+from engine.outline import ConfigFile, ModelError, Outline, read_outline
 from engine.paced import PacedScheduler
 from engine.scheduler import Scheduler
 from protocol.service import Service, engine_config, make_engine
@@ -258,7 +258,11 @@ def test_known_prefixes_are_reused_within_a_namespace_and_cost_no_time() -> None
     bench = Bench(prefill=1000)
     prompt = list(range(30))
     for number, namespace, reused in [(1, "a", 0), (2, "a", 28), (3, "b", 0), (4, "b", 28)]:
-        commands = [Open(number, namespace), Extend(number, prompt), Sample(number, GREEDY, 9, (), [7])]
+        commands: list[Command] = [
+            Open(number, namespace),
+            Extend(number, prompt),
+            Sample(number, GREEDY, 9, (), [7]),
+        ]
         prefilled = only(bench.run(*commands), Prefilled)
         assert (prefilled.reused, prefilled.prefilled) == (reused, 30 - reused)
         assert prefilled.prefill_seconds == pytest.approx((30 - reused) / 1000)
@@ -271,8 +275,8 @@ def test_a_leg_that_is_not_forced_fails_and_nobody_else_does() -> None:
     assert only(events, Failed).code == "engine_error"
     assert "forced legs only" in only(events, Failed).message
     assert tokens_of(events, 2) == [5, 6]
-    assert bench.run(Extend(1, [1]), Release(1)) == [], "they have crossed the news"
-    assert only(bench.run(Fork(1, 7)), Failed).sequence == 7
+    assert bench.run(Extend(1, [1])) == [], "it has crossed the news"
+    assert only(bench.run(Fork(1, 7), Release(1)), Failed).sequence == 7
 
 
 def test_a_late_step_says_what_there_is_room_for_and_then_fails() -> None:
@@ -425,15 +429,21 @@ def test_commands_at_any_time_leave_the_books_right(actions: list[Action], waits
 )
 def test_what_cannot_be_loaded_is_said(change: dict[str, Any], says: str) -> None:
     pace = Pace(decode=1000, prefill=20000)
-    with pytest.raises((ValueError, OutlineError), match=says):
+    with pytest.raises((ValueError, ModelError), match=says):
         PacedScheduler(EngineConfig(**{"model": str(EMBEDDED_MODEL), "pace": pace, **change}))
 
 
-@pytest.mark.parametrize(("text", "says"), [("{}", "num_attention_heads"), ("{", "not JSON")])
+def outline_of(folder: Path) -> Outline:
+    return read_outline(ConfigFile(folder))
+
+
+@pytest.mark.parametrize(
+    ("text", "says"), [("{}", "num_attention_heads"), ("{", "not JSON"), ("[]", "not a JSON object")]
+)
 def test_a_config_that_does_not_say_enough_is_refused(tmp_path: Path, text: str, says: str) -> None:
     (tmp_path / "config.json").write_text(text)
-    with pytest.raises(OutlineError, match=says):
-        read_outline(str(tmp_path))
+    with pytest.raises(ModelError, match=says):
+        outline_of(tmp_path)
 
 
 def test_the_outline_is_that_of_the_decoder(tmp_path: Path) -> None:
@@ -445,10 +455,10 @@ def test_the_outline_is_that_of_the_decoder(tmp_path: Path) -> None:
         "max_position_embeddings": 77,
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
-    outline = read_outline(str(tmp_path))
+    outline = outline_of(tmp_path)
     assert (outline.kv_heads, outline.head_size, outline.max_context) == (8, 8, 77)
     assert outline.kv_bytes_per_token("bfloat16") == 2 * 3 * 8 * 8 * 2
-    assert read_outline(str(EMBEDDED_MODEL)).kv_bytes_per_token("auto") == KV_TOKEN_BYTES
+    assert outline_of(EMBEDDED_MODEL).kv_bytes_per_token("float32") == KV_TOKEN_BYTES
 
 
 @pytest.mark.parametrize(

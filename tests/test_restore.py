@@ -166,6 +166,7 @@ def begin(bench: Bench, name: str) -> bytes:
     assert isinstance(event, wire.Create)
     run, _ = bench.service.create(event, frame=frame, caller=LOCAL)
     bench.service.forget(run)
+    run.state.id = "resp_" + "0" * 32  # its calls are called after it, and their results after them
     return run.state.dump()
 
 
@@ -210,14 +211,14 @@ async def test_a_run_restored_in_the_middle_of_anything(name: str, autojump_cloc
         await bench.check_kv_is_back()
 
 
-@pytest.mark.parametrize("every", [9, 20])
+@pytest.mark.parametrize("every", [7, 12])
 @pytest.mark.parametrize("name", list(REQUESTS))
 async def test_a_run_restored_again_and_again(name: str, every: int, autojump_clock: trio.abc.Clock) -> None:
     async with serving({"play": PLAY}) as bench:
         request = begin(bench, name)
         whole = await play(bench, request)
         broken = await play(bench, request, every=every)
-        assert broken.restarts > 2
+        assert broken.restarts
         check_same(whole, broken)
         await bench.check_kv_is_back()
 

@@ -29,7 +29,7 @@ from engine.messages import (
     Stopped,
     Truncate,
 )
-from engine.model import ModelError
+from engine.outline import ModelError
 from engine.scheduler import Scheduler
 
 GREEDY = Sampling()

@@ -35,7 +35,7 @@ from pydantic import ValidationError
 from real_server import RealServer
 from strict_sdk import DONE, EVENTS, EXTRA_CODES, EXTRA_REASONS, check_event
 
-pytest_plugins = ["real_server"]
+pytest_plugins = ["shared_server"]
 
 Clock = trio.testing.MockClock
 

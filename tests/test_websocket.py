@@ -1,25 +1,16 @@
-"""One connection: lanes, limits, retried creates, prototype clients, and how it ends. And the socket in
-memory, checked against the real one.
-"""
+"""One connection: lanes, limits, prototype clients, and how it ends."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any, cast
 
 import pytest
 import trio
 import trio.testing
-from trio_websocket import ConnectionClosed, wrap_client_stream
 
-from protocol.access import Caller
-from protocol.settings import Settings
-from protocol.socket import BinaryFrame, Socket, SocketClosed, open_socket
+from protocol.log import EventLog
 from protocol.websocket import FRAMES_AHEAD, MAX_ACTIVE, MAX_ERRORS, MAX_LANES, MAX_QUEUED
 from tests.harness import (
-    FakeSocket,
     Json,
     Peer,
     assembled,
@@ -264,134 +255,6 @@ async def test_a_burst_larger_than_the_queue_loses_frames_and_says_so(autojump_c
         assert codes <= {"rate_limit_exceeded"}
 
 
-# ---- creates that are sent twice
-
-
-async def test_a_create_sent_twice_on_its_lane_is_one_run(autojump_clock: trio.abc.Clock) -> None:
-    async with serving(SCRIPTS) as bench:
-        peer = bench.connect()
-        for _ in range(3):
-            peer.create("forced:two", event_id="e")
-        done = await peer.until("response.done")
-        assert len(bench.runs) == 1
-        peer.create("forced:two", event_id="e")
-        await bench.settle()
-        assert not peer.read_now()
-        peer.append(result(done))
-        completed = await peer.until("response.completed")
-        assert assembled(peer.heard) == completed["response"]["output"]
-        first = list(peer.heard)
-        peer.create("forced:two", event_id="e")
-        await bench.settle()
-        again = peer.read_now()
-        assert again[-1] == first[-1], "what has ended is shown once more"
-        assert assembled(again) == completed["response"]["output"]
-        await bench.check_nothing_is_left()
-
-
-async def test_a_create_that_is_refused_can_be_sent_again(autojump_clock: trio.abc.Clock) -> None:
-    async with serving(SCRIPTS) as bench:
-        peer = bench.connect()
-        peer.create("nobody", event_id="e")
-        await peer.until("error")
-        peer.create("forced:long", event_id="e")
-        await peer.until("response.completed")
-
-
-async def test_other_callers_have_other_event_ids(autojump_clock: trio.abc.Clock) -> None:
-    async with serving(SCRIPTS) as bench:
-        peers = [bench.connect(caller=Caller(name)) for name in ("key-1", "key-2")]
-        ids = []
-        for peer in peers:
-            peer.create("forced:long", event_id="e")
-            ids.append((await peer.until("response.completed"))["response"]["id"])
-        assert ids[0] != ids[1]
-
-
-async def test_a_create_sent_again_elsewhere_moves_its_run(autojump_clock: trio.abc.Clock) -> None:
-    async with serving(SCRIPTS) as bench:
-        first, second = bench.connect(), bench.connect()
-        first.create("forced:two", event_id="e")
-        await first.until("response.done")
-        second.create("forced:two", event_id="e")
-        done = await second.until("response.done")
-        lost = await first.until("error")
-        assert lost["error"]["code"] == "response_taken_over"
-        first.hang_up()
-        await bench.settle()
-        second.append(result(done))
-        completed = await second.until("response.completed")
-        assert assembled(second.heard) == completed["response"]["output"]
-        await bench.check_nothing_is_left()
-
-
-async def test_the_lane_that_lost_its_run_goes_on_with_the_next(autojump_clock: trio.abc.Clock) -> None:
-    async with serving(SCRIPTS) as bench:
-        first, second = bench.connect(), bench.connect()
-        first.create("forced:endless", event_id="e")
-        await first.until("response.output_text.delta")
-        first.create("forced:long", metadata={"next": "yes"})
-        await turns(3)
-        second.create("forced:endless", event_id="e")
-        assert (await first.until("error"))["error"]["code"] == "response_taken_over"
-        completed = await first.until("response.completed")
-        assert completed["response"]["metadata"] == {"next": "yes"}
-        second.create("forced:long")
-        await second.until("response.output_text.delta")
-        second.say("response.cancel", response_id=bench.runs[0].state.id)
-        await second.until("response.incomplete")
-        await second.until("response.completed")
-        await bench.check_nothing_is_left()
-
-
-async def test_a_run_that_never_started_moves_too(autojump_clock: trio.abc.Clock) -> None:
-    async with serving(SCRIPTS) as bench:
-        first, second = bench.connect(), bench.connect()
-        first.create("forced:endless")
-        await first.until("response.output_text.delta")
-        first.create("forced:two", event_id="e")
-        await turns(3)
-        second.create("forced:two", event_id="e")
-        second.append(result(await second.until("response.done")))
-        completed = await second.until("response.completed")
-        assert assembled(second.heard) == completed["response"]["output"]
-        first.hang_up()
-        await bench.check_nothing_is_left()
-
-
-async def test_a_create_whose_connection_went_before_it_started_is_made_anew(
-    autojump_clock: trio.abc.Clock,
-) -> None:
-    async with serving(SCRIPTS) as bench:
-        first, second = bench.connect(), bench.connect()
-        first.create("forced:endless")
-        await first.until("response.output_text.delta")
-        first.create("forced:two", event_id="e")
-        await turns(3)
-        first.hang_up()
-        await bench.settle()
-        second.create("forced:two", event_id="e")
-        await second.until("response.done")
-        second.hang_up()
-        await bench.check_nothing_is_left()
-
-
-async def test_a_run_that_ended_with_its_connection_is_shown_to_who_asks_again(
-    autojump_clock: trio.abc.Clock,
-) -> None:
-    async with serving(SCRIPTS) as bench:
-        first, second = bench.connect(), bench.connect()
-        first.create("forced:two", event_id="e")
-        await first.until("response.done")
-        first.hang_up()
-        await bench.settle()
-        second.create("forced:two", event_id="e")
-        second.create("forced:long")
-        ended = await second.until("response.incomplete")
-        assert ended["response"]["incomplete_details"] == {"reason": "cancelled"}
-        await second.until("response.completed")
-
-
 # ---- a run that waits for its lane
 
 
@@ -543,6 +406,27 @@ async def test_a_slow_client_finds_large_deltas_and_costs_others_nothing(
             assert assembled(peer.heard) == peer.heard[-1]["response"]["output"]
 
 
+async def test_a_client_for_which_events_were_not_kept_is_told_by_the_end(
+    autojump_clock: trio.abc.Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(cast(Any, EventLog.__init__).__kwdefaults__, "limit_bytes", 2000)
+    async with serving(SCRIPTS) as bench:
+        peer = bench.connect()
+        peer.stall()
+        peer.create("forced:parallel", event_id="e")
+        await bench.settle()
+        peer.go_on()
+        assert (await peer.until_closed())[0] == 1008
+        await bench.check_nothing_is_left()
+        late = bench.connect()
+        late.create("forced:parallel", event_id="e")
+        error = await late.until("error")
+        assert (error["status"], error["error"]["code"]) == (400, "events_expired")
+        monkeypatch.undo()
+        late.create("forced:parallel")
+        await late.until("response.done")
+
+
 async def test_a_client_without_pong_is_dropped(autojump_clock: trio.abc.Clock) -> None:
     async with serving(SCRIPTS, ping_interval=20, ping_timeout=20) as bench:
         peer = bench.connect()
@@ -588,114 +472,3 @@ async def test_an_idle_connection_is_left_alone(autojump_clock: trio.abc.Clock) 
         await trio.sleep(3500)
         peer.create("forced:long")
         await peer.until("response.completed")
-
-
-# ---- the socket in memory and the real one
-
-
-@asynccontextmanager
-async def real_socket() -> AsyncIterator[tuple[Any, Any]]:
-    """A `Socket`, and what its client can do: say, hear, hang up."""
-    client_end, server_end = trio.testing.memory_stream_pair()
-
-    class Client:
-        async def say(self, message: str | bytes) -> None:
-            await connection.send_message(message)
-
-        async def hear(self) -> str:
-            return cast(str, await connection.get_message())
-
-        async def hang_up(self) -> None:
-            await trio.aclose_forcefully(client_end)
-
-        async def close(self) -> None:
-            await connection.aclose(1000, "bye")
-
-        async def closed_with(self) -> int:
-            try:
-                await connection.get_message()
-            except ConnectionClosed as closed:
-                return int(closed.reason.code)
-            raise AssertionError
-
-    async with trio.open_nursery() as nursery:
-        connections: list[Any] = []
-
-        async def connect() -> None:
-            connections.append(await wrap_client_stream(nursery, client_end, "localhost", "/"))
-
-        nursery.start_soon(connect)
-        request = b""
-        while b"\r\n\r\n" not in request:
-            request += bytes(await server_end.receive_some(4096))
-        key = request.lower().split(b"sec-websocket-key: ")[1].split(b"\r\n")[0].decode()
-        start = request.lower().index(key.encode())
-        key = request[start : start + len(key)].decode()
-        async with open_socket(server_end, key=key, early=b"", settings=Settings()) as socket:
-            await trio.testing.wait_all_tasks_blocked()
-            connection = connections[0]
-            yield socket, Client()
-        nursery.cancel_scope.cancel()
-
-
-@asynccontextmanager
-async def fake_socket() -> AsyncIterator[tuple[Any, Any]]:
-    socket = FakeSocket(send_timeout=30)
-    peer = Peer(socket)
-
-    class Client:
-        async def say(self, message: str | bytes) -> None:
-            peer.say_raw(message)
-
-        async def hear(self) -> str:
-            return json.dumps(await peer.next())
-
-        async def hang_up(self) -> None:
-            peer.hang_up()
-
-        async def close(self) -> None:
-            peer.hang_up(1000)
-
-        async def closed_with(self) -> int:
-            return (await peer.until_closed())[0]
-
-    yield cast(Socket, socket), Client()
-
-
-@pytest.mark.parametrize("make", [real_socket, fake_socket])
-async def test_the_socket_in_memory_does_what_the_real_one_does(
-    make: Any, autojump_clock: trio.abc.Clock
-) -> None:
-    with trio.fail_after(600):
-        async with make() as (socket, client):
-            await client.say("one")
-            await client.say("two")
-            assert [await socket.recv(), await socket.recv()] == ["one", "two"]
-            await client.say(b"x")
-            with pytest.raises(BinaryFrame):
-                await socket.recv()
-            with trio.move_on_after(5) as waiting:
-                await socket.recv()
-            assert waiting.cancelled_caught
-            await socket.send("{}")
-            assert await client.hear() == "{}"
-            await socket.ping(20)
-            assert socket.close_code is None
-            await socket.aclose(1001, "over")
-            assert socket.close_code == 1001
-            assert await client.closed_with() == 1001
-            await socket.aclose(1000, "again")
-            for verb in (socket.recv(), socket.send("{}"), socket.ping(20)):
-                with pytest.raises(SocketClosed) as closed:
-                    await verb
-                assert closed.value.code == 1001
-        for leave, code in (("hang_up", 1006), ("close", 1000)):
-            async with make() as (socket, client):
-                async with trio.open_nursery() as nursery:
-                    nursery.start_soon(getattr(client, leave))
-                    with pytest.raises(SocketClosed) as closed:
-                        await socket.recv()
-                assert closed.value.code == code
-                with pytest.raises(SocketClosed):
-                    await socket.send("{}")
-                await socket.aclose(1000, "late")
