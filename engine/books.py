@@ -255,10 +255,25 @@ class Books:
         """All is forwarded that was to be: on to decoding, or to rest."""
         if leg.sample is None:
             self.queue(sequence)
+            if leg.only_prefills:
+                self.settled(sequence, at)
             return
         del (self.resumed if leg.resumed else self.fresh)[sequence.number]
         self.decoding[sequence.number] = sequence
         leg.decode_started_at = at
+        self._say_prefilled(sequence, leg)
+
+    def settled(self, sequence: Sequence, now: float) -> None:
+        """A leg that samples nothing is over: all is in KV that was to be."""
+        leg = sequence.leg
+        assert leg is not None
+        leg.began_at = now if leg.began_at is None else leg.began_at
+        self._say_prefilled(sequence, leg)
+        self.events.append(Stopped(sequence.number, "length", 0.0))
+        sequence.leg = None
+        self.queue(sequence)
+
+    def _say_prefilled(self, sequence: Sequence, leg: Leg) -> None:
         assert leg.began_at is not None
         queue_seconds = leg.began_at - leg.requested_at
         self.events.append(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from engine.books import Books
 from engine.legs import Sequence
-from engine.messages import Command, Extend, Fork, Open, Pause, Release, Sample, Truncate
+from engine.messages import Command, Extend, Fork, Open, Pause, Prefill, Release, Sample, Truncate
 
 
 def obey(books: Books, command: Command, now: float) -> None:
@@ -25,6 +25,12 @@ def obey(books: Books, command: Command, now: float) -> None:
             _extend(books, command, now)
         case Sample():
             _sample(books, command, now)
+        case Prefill(number):
+            sequence = _not_sampling(books, number, "prefilled")
+            books.leg_of(sequence, now).only_prefills = True
+            books.queue(sequence)
+            if sequence.to_prefill <= 0:
+                books.settled(sequence, now)
         case Pause(number):
             sequence = books.sequences[number]
             if sequence.sampling:

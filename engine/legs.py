@@ -22,6 +22,7 @@ class Leg:
     requested_at: float
     resumed: bool  # there was something in KV before it
     sample: Sample | None = None
+    only_prefills: bool = False
     stop_tokens: frozenset[int] = frozenset()
     history: History | None = None  # for a draw with penalties
     began_at: float | None = None

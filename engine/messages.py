@@ -104,6 +104,14 @@ class Sample(msgspec.Struct, frozen=True, tag="sample"):
     forced: list[int] | None = None
 
 
+class Prefill(msgspec.Struct, frozen=True, tag="prefill"):
+    """A leg that samples nothing: answered by `Prefilled` and `Stopped(reason="length")` once all tokens
+    given so far are in KV, but for the last, which is kept back for whatever is sampled later.
+    """
+
+    sequence: int
+
+
 class Pause(msgspec.Struct, frozen=True, tag="pause"):
     """Stop sampling before the next token; answered by `Stopped(reason="paused")` if the sequence was
     sampling.
@@ -134,7 +142,7 @@ class Release(msgspec.Struct, frozen=True, tag="release"):
     sequence: int
 
 
-Command: TypeAlias = Open | Extend | Sample | Pause | Truncate | Fork | Release
+Command: TypeAlias = Open | Extend | Sample | Prefill | Pause | Truncate | Fork | Release
 
 
 class Commands(msgspec.Struct, frozen=True, tag="commands"):

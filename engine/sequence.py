@@ -20,6 +20,7 @@ from engine.messages import (
     Failed,
     Fork,
     Pause,
+    Prefill,
     Release,
     Sample,
     Sampled,
@@ -89,6 +90,12 @@ class EngineSequence:
                     forced=forced,
                 )
             )
+
+    def prefill(self) -> None:
+        """Begin a leg that samples nothing: it ends with a `Stopped` when all but the last token is in KV."""
+        if self._is_heard():
+            self._sampling = True
+            self._engine.send(Prefill(sequence=self.id))
 
     def pause(self) -> None:
         """Stop sampling before the next token. Other verbs may follow at once, they are obeyed in order."""

@@ -22,7 +22,7 @@ class LegRequest(msgspec.Struct, frozen=True, kw_only=True):
     """How to sample one leg, from where the ledger stood when the leg began."""
 
     start: int  # length of the ledger when the leg began
-    max_tokens: int
+    max_tokens: int  # 0: only prefill what is there
     sampling: Sampling
     stop_tokens: tuple[int, ...]
     forced: list[int] | None = None  # the whole leg's, from `start` on
@@ -142,8 +142,10 @@ class Conversation:
         self._sent = len(self.ledger)
 
     def _sample(self, sequence: EngineSequence, leg: LegRequest) -> None:
+        if leg.max_tokens == 0:
+            return sequence.prefill()
         done = len(self.ledger) - leg.start
-        sequence.sample(
+        return sequence.sample(
             leg.sampling,
             max_tokens=leg.max_tokens - done,
             stop_tokens=leg.stop_tokens,

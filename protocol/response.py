@@ -23,7 +23,7 @@ import structlog
 import trio
 
 from engine.handle import EngineUnavailable
-from engine.messages import Event, Failed, Sampled, Stopped
+from engine.messages import Event, Failed, Sampled, Sampling, Stopped
 from protocol import snapshot, wire
 from protocol.appended import check_history, count_turns, drop_echoes, sort_appended
 from protocol.conversation import Conversation, LegRequest
@@ -136,7 +136,7 @@ class Run:
         self._emit(wire.Created(response=snapshot.created(state, self._model)))
         self._emit(wire.InProgress(response=snapshot.in_progress(state, self._model)))
         if state.request.generate is False:
-            self._conversation.add(tokens)
+            await self._warm_up(tokens)
             raise RunEnd(Ending("completed"))
         self._start_leg(tokens)
 
@@ -326,6 +326,18 @@ class Run:
         if self.log.next_number == 0:
             self.log.refuse(error)
         return Ending("failed", error=wire.ErrorDetail(error.code, error.message))
+
+    async def _warm_up(self, tokens: list[int]) -> None:
+        """Prefill and say nothing."""
+        state = self.state
+        self._conversation.add(tokens)
+        state.leg_start = state.leg_input = len(state.ledger)
+        self._conversation.begin(
+            LegRequest(start=state.leg_start, max_tokens=0, stop_tokens=(), sampling=Sampling())
+        )
+        self._leg = Leg(state, self._dialect.parser(self._tools), self._filters, self._emit)
+        await self._read(self._leg)
+        self._end_leg(complete=True)
 
     def _continue(self, past: Past) -> None:
         """Go on from where this past ended, with its KV if that is still there."""

@@ -273,7 +273,7 @@ class Connection:
                 self._memory.evict(lane, previous)
             return
         if past.state.lifecycle == "held":
-            past.release()  # it held its KV while it could be of use; a later turn finds what the pool still has
+            past.release()  # held for as long as the run; a later turn finds what the pool still has
         self._memory.keep(lane, past)
 
     def lose(self, run: Run, lane: Lane) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import trio
 
-import protocol.response
-from protocol.response import TOKENISE_IN_THREAD
+import protocol.intake
+from protocol.intake import TOKENISE_IN_THREAD
 from tests.harness import (
     TOOLS,
     Json,
@@ -159,7 +159,7 @@ async def test_long_texts_are_tokenised_beside_everything_else(
     async with serving(SCRIPTS) as bench:
         ledgers = []
         for longest in (TOKENISE_IN_THREAD, 1):
-            monkeypatch.setattr(protocol.response, "TOKENISE_IN_THREAD", longest)
+            monkeypatch.setattr(protocol.intake, "TOKENISE_IN_THREAD", longest)
             with clock_stands_still():
                 peer = bench.connect()
                 done = await held(peer, "forced:parallel")

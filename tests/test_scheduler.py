@@ -21,6 +21,7 @@ from engine.messages import (
     Fork,
     Open,
     Pause,
+    Prefill,
     Prefilled,
     Release,
     Sample,
@@ -110,6 +111,25 @@ def test_what_is_appended_is_prefilled_before_there_is_a_sample_but_for_one_toke
     events = run(engine, Sample(1, GREEDY, 1))
     assert kinds(events) == ["Prefilled", "Sampled", "Stopped"]
     assert only(events, Prefilled).prefilled == 12
+
+
+def test_a_leg_that_only_prefills_says_when_it_is_done_and_what_it_cost() -> None:
+    engine = scheduler()
+    events = run(engine, Open(1), Extend(1, list(range(9))), Prefill(1))
+    assert kinds(events) == ["Began", "Prefilled", "Stopped"]
+    assert (only(events, Prefilled).prefilled, only(events, Stopped).reason) == (8, "length")
+    assert kinds(run(engine, Prefill(1))) == ["Prefilled", "Stopped"], "there was nothing left to do"
+    # What comes after counts only what it costs itself: the token kept back, and what is new.
+    after = run(engine, Extend(1, [3, 4]), Sample(1, GREEDY, 1))
+    assert only(after, Prefilled).prefilled == 3
+    engine.check_integrity()
+
+
+def test_a_leg_that_only_prefills_is_not_begun_while_sampling() -> None:
+    engine = scheduler()
+    run(engine, Open(1), Extend(1, [1, 2, 3]), Sample(1, GREEDY, 100), steps=2)
+    with pytest.raises(ValueError, match="while it is sampling"):
+        engine.submit([Prefill(1)])
 
 
 def test_a_single_token_waits_for_its_sample() -> None:
