@@ -188,11 +188,11 @@ async def test_a_broken_call_is_not_awaited(autojump_clock: Clock) -> None:
 
 
 # ---- the chained client
-# -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("tools", [CHAINED_TOOLS, PATCHING_TOOLS])
-async def test_a_warm_up_is_completed_and_its_id_is_not_known(tools: list[Json], server: RealServer) -> None:
+async def test_a_chain_from_the_warm_up_to_the_answer(tools: list[Json], server: RealServer) -> None:
+    """Every frame has the tools again; of the items only new ones come, and only those are prefilled."""
     frame = warm_up("forced:look", tools)
     if tools is CHAINED_TOOLS:
         assert abs(len(json.dumps(frame)) - 36_966) < 500
@@ -200,11 +200,18 @@ async def test_a_warm_up_is_completed_and_its_id_is_not_known(tools: list[Json],
         items, end = await turn(client, frame)
         assert (items, end["response"]["output"]) == ([], [])
         assert end["type"] == "response.completed"
-        parent = end["response"]["id"]
-        await client.send_text(json.dumps(chained_create("forced:look", first_turn(), tools, parent)))
-        error = await client.receive()
-        assert (error["status"], error["error"]["code"]) == (400, "previous_response_not_found")
-        assert error["error"]["param"] == "previous_response_id"
+        warm = end["response"]["usage"]["input_tokens"]
+        assert warm > 5000
+        items, end = await turn(
+            client, chained_create("forced:look", first_turn(), tools, end["response"]["id"])
+        )
+        called = items[-1]
+        assert (called["type"], called["name"]) == ("function_call", "exec_command")
+        assert end["response"]["usage"]["input_tokens_details"]["cached_tokens"] == warm - 1
+        result = [output(called, prose(143))]
+        items, end = await turn(client, chained_create("forced:look", result, tools, end["response"]["id"]))
+        assert items[0]["content"][0]["text"] == "it is empty"
+        assert end["response"]["work"]["tokens_prefilled"] < 200
 
 
 async def test_a_conversation_that_is_sent_whole_goes_on() -> None:

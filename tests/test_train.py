@@ -1,4 +1,4 @@
-"""The embedded model's recipe: what a batch asks of the model, and that its decoder is one."""
+"""The embedded model's recipe: what a batch asks of the model, and that the decoder it trains is one."""
 
 import random
 from dataclasses import replace
