@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from functools import partial
 from time import monotonic
 from typing import TypeAlias
-from urllib.parse import unquote
+from urllib.parse import parse_qs, unquote
 
 import structlog
 import trio
@@ -24,10 +24,13 @@ from protocol import wire
 from protocol.access import Caller
 from protocol.errors import RequestError, nested_too_deeply, server_error
 from protocol.http import Exchange, Reply, error_reply, json_reply
+from protocol.listing import input_page
 from protocol.log import Cursor, EventsExpired
 from protocol.response import Run
 from protocol.routes import RESPONSES_PATH, nothing_at, route_of, wrong_method
 from protocol.service import Service
+from protocol.state import RunState
+from protocol.store import Record
 from protocol.websocket import Lane, events_expired
 
 SEND_SIZE = 64 * 1024  # bytes of events that go out together when so many are there
@@ -62,6 +65,15 @@ class Rest:
         match path:
             case []:
                 return {"POST": self._create}
+            case ["input_tokens"]:
+                return {"POST": self._count}
+            case [response_id] if response_id != "compact":
+                retrieve, delete = partial(self._retrieve, response_id), partial(self._delete, response_id)
+                return {"GET": retrieve, "DELETE": delete}
+            case [response_id, "input_items"]:
+                return {"GET": partial(self._list_input, response_id)}
+            case [response_id, "cancel"]:
+                return {"POST": partial(self._cancel, response_id)}
         return {}
 
     # ---- making one ----
@@ -146,6 +158,61 @@ class Rest:
         if run.response is None:
             return error_reply(run.log.refusal or server_error())
         return json_reply(run.response)
+
+    async def _count(self, exchange: Exchange, caller: Caller) -> Reply:
+        with self._counted(caller):
+            count = await self._service.count_input(_decode(exchange), caller)
+        return json_reply({"object": "response.input_tokens", "input_tokens": count})
+
+    # ---- what was made, or is being made ----
+
+    async def _retrieve(self, response_id: str, exchange: Exchange, caller: Caller) -> Reply:
+        if parse_qs(exchange.request.query).get("stream", ["false"])[-1] != "false":
+            raise RequestError(
+                "A response that exists cannot be streamed again by this server.",
+                code="unsupported_parameter",
+                param="stream",
+            )
+        if (run := self._service.find(response_id, caller)) is not None:
+            return json_reply(self._service.response_of(run))
+        return Reply(200, (await self._stored(response_id, caller)).response)
+
+    async def _delete(self, response_id: str, exchange: Exchange, caller: Caller) -> Reply:
+        if self._service.find(response_id, caller) is not None:
+            raise RequestError(
+                f"Response {response_id!r} is in progress: cancel it first.", code="response_in_progress"
+            )
+        if not await self._service.store.delete(response_id, caller.name):
+            raise no_response(response_id)
+        return json_reply({"id": response_id, "object": "response", "deleted": True})
+
+    async def _list_input(self, response_id: str, exchange: Exchange, caller: Caller) -> Reply:
+        run = self._service.find(response_id, caller)
+        state = RunState.load((await self._stored(response_id, caller)).state) if run is None else run.state
+        return json_reply(input_page(response_id, state.input_items, exchange.request.query))
+
+    async def _cancel(self, response_id: str, exchange: Exchange, caller: Caller) -> Reply:
+        """End a run that goes on, whichever way it came. One that has ended stays as it is."""
+        if (run := self._service.find(response_id, caller)) is not None:
+            run.interrupt("cancelled")
+            return await self._whole(run)
+        return Reply(200, (await self._stored(response_id, caller)).response)
+
+    async def _stored(self, response_id: str, caller: Caller) -> Record:
+        record = await self._service.store.get(response_id, caller.name)
+        if record is None:
+            raise no_response(response_id)
+        return record
+
+
+def no_response(response_id: str) -> RequestError:
+    """There is no such Response, or not for this caller, who is not told which."""
+    return RequestError(
+        f"Response with id '{response_id[:100]}' not found.",
+        status=404,
+        code="response_not_found",
+        param="response_id",
+    )
 
 
 def _decode(exchange: Exchange) -> wire.Create:

@@ -6,6 +6,7 @@ here: what a request may ask for, which model answers, how many runs a caller ma
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 from collections import Counter, OrderedDict
 from pathlib import Path
@@ -19,14 +20,17 @@ from engine.handle import Engine, EngineUnavailable, ProcessEngine
 from engine.messages import EngineConfig
 from protocol import snapshot, wire
 from protocol.access import Caller
+from protocol.counting import count_input
 from protocol.dialects.load import DialectError, load_dialect
 from protocol.errors import RequestError, overloaded
+from protocol.ledger import Ledger
 from protocol.metrics import Sections
 from protocol.models import Model, ScriptError, load_models, load_scripts
-from protocol.past import Past, Shelf, not_found
+from protocol.past import NOTHING, Past, Shelf, not_found
 from protocol.response import Run
 from protocol.settings import EMBEDDED_MODEL, Settings
 from protocol.state import Phase, RunState
+from protocol.store import Left, Store, StoreFull
 from protocol.work import Work
 
 Lifecycle: TypeAlias = Literal["stateless", "stored", "chained", "held"]
@@ -38,7 +42,7 @@ log: structlog.stdlib.BoundLogger = structlog.get_logger("protocol.service")
 
 class Service:
     """Everything behind the network edge. Make it, then `run` it once. The engine is a process of its own
-    unless another one is given. Raises ScriptError.
+    unless another one is given. Raises ScriptError, StoreError.
     """
 
     def __init__(self, settings: Settings, engine: Engine | None = None) -> None:
@@ -46,7 +50,9 @@ class Service:
         self.draining = False
         self._engine = engine or make_engine(settings)
         self._scripts = load_scripts(settings.scripts)
+        self.store = Store(settings.state_dir)
         self._models: dict[str, Model] = {}
+        self._vocabulary = ""  # of all its models
         self._unusable: str | None = None  # why there will be no model
         self._runs: dict[str, Run] = {}  # those that have not ended
         self._by_event_id: OrderedDict[tuple[str, str], Run] = OrderedDict()
@@ -60,18 +66,23 @@ class Service:
         """Run the engine and every Response until cancelled. Reports started at once, before weights are
         loaded.
         """
-        async with trio.open_nursery() as nursery:
-            self._nursery = nursery
-            await nursery.start(self._engine.run)
-            nursery.start_soon(self._load_models)
-            task_status.started()
-            await trio.sleep_forever()
+        try:
+            async with trio.open_nursery() as nursery:
+                self._nursery = nursery
+                nursery.start_soon(self.store.run)
+                await nursery.start(self._engine.run)
+                nursery.start_soon(self._load_models)
+                task_status.started()
+                await trio.sleep_forever()
+        finally:
+            await self.store.aclose()
 
     async def _load_models(self) -> None:
         try:
             await self._engine.wait_ready()
             info = self._engine.info
             dialect = await trio.to_thread.run_sync(load_dialect, Path(info.folder))
+            self._vocabulary = await trio.to_thread.run_sync(_vocabulary_of, Path(info.folder))
             self._models = load_models(model_name(self.settings.model), info, dialect, self._scripts)
         except (EngineUnavailable, DialectError, ScriptError) as error:
             self._unusable = str(error)
@@ -163,6 +174,16 @@ class Service:
         self._work.add(run.state.work)
         self._work.ignored.clear()
         self._run_ended.set()
+        if run.response is not None and run.state.request.store is not False:
+            self._keep(run)
+
+    def _keep(self, run: Run) -> None:
+        try:
+            self.store.put(
+                Left(run.state.id, run.state.owner, self._vocabulary, response=run.response, state=run.state)
+            )
+        except StoreFull:
+            log.error("response_not_stored", response=run.state.id)
 
     def find(self, response_id: str, caller: Caller) -> Run | None:
         """The run with this id, if this caller made it, it was started and has not ended."""
@@ -177,7 +198,21 @@ class Service:
 
     async def find_past(self, response_id: str, caller: Caller) -> Past:
         """The Response of this id that the caller made and had stored. Raises RequestError."""
-        raise not_found(response_id)
+        record = await self.store.get(response_id, caller.name)
+        if record is None:
+            raise not_found(response_id)
+        state = RunState.load(record.state)
+        if record.vocabulary != self._vocabulary:
+            state.ledger = Ledger()  # its tokens mean something else here: the items are rendered again
+        return Past(state)
+
+    async def count_input(self, request: wire.Create, caller: Caller) -> int:
+        """Tokens that the input of a Response to this request would have. Raises RequestError."""
+        model = self._model(request)
+        check_supported(request)
+        previous = request.previous_response_id
+        past = NOTHING if previous is None else await self.find_past(previous, caller)
+        return await count_input(request, model, past)
 
     async def drain(self) -> None:
         """Take no new runs, end those that are held, and wait for the legs that are going on.
@@ -280,6 +315,7 @@ class Service:
                 **{f"{name}_total": value for name, value in work.items() if isinstance(value, int)},
                 "seconds_total": {stage: ms / 1e3 for stage, ms in times.items()},
             },
+            "store": self.store.statistics(),
             "engine": {
                 "up": float(handle.state == "ready"),
                 "restarts_total": handle.restarts,
@@ -321,6 +357,11 @@ def model_name(model: str) -> str:
         return "fermata-embedded"
     path = Path(model)
     return path.resolve().name if path.is_dir() else model
+
+
+def _vocabulary_of(folder: Path) -> str:
+    """What tells the tokens of this model's tokeniser from those of another one."""
+    return hashlib.sha256((folder / "tokenizer.json").read_bytes()).hexdigest()
 
 
 def http_lifecycle(request: wire.Create) -> Lifecycle:

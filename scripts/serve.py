@@ -26,6 +26,8 @@ from protocol.rest import Rest
 from protocol.server import ListenError, Server
 from protocol.service import Service
 from protocol.settings import Device, Dtype, Lifecycle, LogFormat, LogLevel, Settings, SettingsError
+from protocol.store import StoreError
+from protocol.tls import CertificateError
 from protocol.websocket import serve_connection
 
 KEYS_VARIABLE = "FERMATA_API_KEYS"
@@ -78,6 +80,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--insecure", action="store_true", help="allow an address that others reach, without a key"
     )
+    option("tls-cert", "a certificate (chain) in PEM: serve https and wss", type=Path, metavar="FILE")
+    option("tls-key", "its key, in PEM, not encrypted", type=Path, metavar="FILE")
     parser.add_argument(
         "--allow-origin",
         dest="allow_origins",
@@ -98,6 +102,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     option("max-held", "runs that one caller may keep held", type=int, metavar="N")
     option("hold-timeout", "how long a held run waits for its client", type=float, metavar="SECONDS")
+    option(
+        "state-dir",
+        "the folder that responses are stored in; they end with the server otherwise",
+        type=Path,
+        metavar="DIR",
+    )
     option("max-in-flight", "responses that one caller may wait for at once over HTTP", type=int, metavar="N")
     choice("log-format", "how the log is written, to standard error", LogFormat)
     choice("log-level", "the least that is logged", LogLevel)
@@ -124,7 +134,7 @@ def main(arguments: argparse.Namespace) -> int:
         trio.run(_serve, settings)
     except ScriptError as error:
         return _complain(f"argument --script: {error}", 2)
-    except ListenError as error:
+    except (ListenError, StoreError, CertificateError) as error:
         return _complain(str(error), 1)
     return 0
 

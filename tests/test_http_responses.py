@@ -147,7 +147,6 @@ def without_chance(response: Json) -> Json:
             "instructions": st.text(max_size=5),
             "max_output_tokens": st.integers(1, 40),
             "parallel_tool_calls": st.booleans(),
-            "generate": st.just(False),
             "metadata": st.just({"a": "b"}),
             "temperature": st.sampled_from([0, 1.5]),
             "store": st.booleans(),
