@@ -96,7 +96,7 @@ async def over_tcp(server: Server) -> AsyncIterator[tuple[str, int]]:
     with trio.fail_after(DEADLINE):
         async with trio.open_nursery() as nursery:
             addresses = await nursery.start(server.run, stop)
-            host, _, port = addresses[0].removeprefix("http://").rpartition(":")
+            host, _, port = addresses[0].partition("://")[2].rpartition(":")
             try:
                 yield host, int(port)
             finally:
