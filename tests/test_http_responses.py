@@ -393,3 +393,21 @@ async def test_a_silent_run_sends_heartbeats(autojump_clock: Clock) -> None:
             await trio.sleep(31)
         events = events_of((await read_replies(client, ["POST"]))[0])
         assert [event["type"] for event in events].count("response.in_progress") == 3
+
+
+async def test_what_a_socket_makes_can_be_watched_but_not_ended(autojump_clock: Clock) -> None:
+    async with (
+        serving(SCRIPTS) as bench,
+        connected(edge_of(bench)) as first,
+        connected(edge_of(bench)) as second,
+    ):
+        peer = bench.connect()
+        peer.create("forced:long", event_id="e", lifecycle="chained")
+        await peer.until("response.output_text.delta")
+        await first.send_all(post(model="forced:long", event_id="e", stream=True))
+        await second.send_all(post(model="forced:long", event_id="e", stream=True))
+        await turns(20)
+        await trio.aclose_forcefully(first)
+        completed = await peer.until("response.completed")
+        assert events_of((await read_replies(second, ["POST"]))[0]) == peer.heard
+        assert completed["response"]["status"] == "completed"

@@ -13,7 +13,7 @@ from harness import TOOLS, Bench, Json, call, said, serving, thought
 from openai import AsyncOpenAI, BadRequestError, NotFoundError, OpenAI, RateLimitError
 from openai.types.responses import Response, ResponseStreamEvent
 from strict_sdk import check_event
-from test_http_responses import edge_of
+from test_http_responses import edge_of, post
 
 SCRIPTS = {
     "look": [[thought("hm"), said("let me look"), call("read_file", path="a")], [said("it is empty")]],
@@ -196,3 +196,16 @@ async def test_the_sdk_comes_again_when_it_was_told_to() -> None:
                 await other.responses.create(**LOOK)
             assert raised.value.response.headers["retry-after"] == "1"
         assert (await client.responses.create(**LOOK)).status == "completed"
+
+
+async def test_a_reset_ends_a_run() -> None:
+    async with listening() as (bench, url):
+        client = await trio.open_tcp_stream("127.0.0.1", int(url.rpartition(":")[2].removesuffix("/v1")))
+        await client.send_all(post(model="forced:endless", stream=True))
+        await client.receive_some(1)
+        linger_on_for_no_time = b"\x01\x00\x00\x00\x00\x00\x00\x00"
+        client.setsockopt(trio.socket.SOL_SOCKET, trio.socket.SO_LINGER, linger_on_for_no_time)
+        await trio.aclose_forcefully(client)
+        while bench.runs:
+            await trio.lowlevel.checkpoint()
+        assert bench.service._ended["cancelled"] == 1

@@ -13,6 +13,7 @@ import trio.testing
 
 from protocol import store
 from protocol.store import FILE_NAME, MAX_UNWRITTEN, Left, Record, Store, StoreError, StoreFull
+from scripts import cli
 
 DEADLINE = 60.0  # s, on the real clock: a virtual one would run while a thread writes
 
@@ -199,3 +200,13 @@ def test_a_file_of_another_version_is_named(tmp_path: Path) -> None:
 def test_only_its_user_may_look_into_a_folder_that_was_made(tmp_path: Path) -> None:
     Store(tmp_path / "made")
     assert (tmp_path / "made").stat().st_mode & 0o077 == 0
+
+
+def test_the_command_says_what_is_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("scripts.serve.set_up_logging", lambda *_: None)
+    (tmp_path / FILE_NAME).write_text("something else " * 100)
+    assert cli.main(["serve", "--port=0", f"--state-dir={tmp_path}"]) == 1
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"fermata serve: {tmp_path / FILE_NAME} cannot be used to store responses")

@@ -27,6 +27,7 @@ from trio_websocket import ConnectionClosed
 from protocol.server import Server
 from protocol.settings import Settings, SettingsError
 from protocol.tls import CertificateError, server_context
+from scripts import cli
 
 FOLDER = Path(__file__).parent / "tls"
 CERTIFICATE, KEY = FOLDER / "certificate.pem", FOLDER / "key.pem"
@@ -154,3 +155,13 @@ def test_a_file_that_is_missing_is_named(options: dict[str, Path], option: str) 
 async def test_health_is_json(server: Server) -> None:
     async with over_memory(server) as stream:
         assert json.loads((await ask(inside_tls(stream), HEALTH))[2]) == {"status": "ok"}
+
+
+def test_the_command_says_what_is_wrong(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("scripts.serve.set_up_logging", lambda *_: None)
+    options = ["--port=0", f"--tls-cert={CERTIFICATE}", f"--tls-key={FOLDER / 'other_key.pem'}"]
+    assert cli.main(["serve", *options]) == 1
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"fermata serve: {CERTIFICATE} with {FOLDER / 'other_key.pem'} cannot be used")
