@@ -86,9 +86,9 @@ class Rest:
                 run.received = exchange.received
                 run.state.leg_work.times_ms.transport += (monotonic() - exchange.received) * 1e3
                 self._continue(run, caller)
+                self._service.start(run)
             if not isinstance(run.owner, Lane):  # the request of a WebSocket, sent again here, stays there
                 run.owner = exchange
-            self._service.start(run)
             try:
                 if request.stream:
                     return await self._stream(exchange, run)

@@ -23,10 +23,11 @@ MODELS_PATH = "/models"
 Handler: TypeAlias = Callable[[], Reply]
 
 
-# Where clients of older APIs look.
+# Where clients look for what is not here, and what they are told.
 ELSEWHERE = {
     "/chat/completions": "This server speaks the Responses API: POST /v1/responses.",
     "/completions": "This server speaks the Responses API: POST /v1/responses.",
+    "/responses/compact": "Compaction is not supported by this server.",
 }
 
 
@@ -46,7 +47,7 @@ def answer(request: Request, backend: Backend, exposition: Exposition) -> Reply:
     route = route_of(request)
     handler = _handler_of(route, backend, exposition)
     if handler is None:
-        return error_reply(nothing_at(request, ELSEWHERE.get(route, "")))
+        return error_reply(nothing_at(request))
     if request.method not in ("GET", "HEAD"):
         return wrong_method(request, ["GET", "HEAD"])
     return handler()
@@ -77,8 +78,9 @@ def _model(model_id: str, backend: Backend) -> Reply:
     return error_reply(_not_found(f"The model '{model_id}' does not exist.", "model_not_found", "model"))
 
 
-def nothing_at(request: Request, instead: str = "") -> RequestError:
-    """The answer to a path that leads nowhere; `instead` says where to go."""
+def nothing_at(request: Request) -> RequestError:
+    """The answer to a path that leads nowhere."""
+    instead = ELSEWHERE.get(route_of(request), "")
     return _not_found(f"There is nothing at {request.path}. {instead}".rstrip(), "not_found")
 
 

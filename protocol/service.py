@@ -156,7 +156,9 @@ class Service:
             self._nursery.start_soon(self._see_through, run)
 
     def forget(self, run: Run) -> None:
-        """A run that was created and will never be started."""
+        """A run that was created and will never be started. Whoever waits for it is told so."""
+        if not run.log.ended:
+            run.log.refuse(overloaded("Its connection went before its turn. Please try again in 1s."))
         run.past.release()
         self._runs.pop(run.state.id, None)
         if run.state.request.event_id is not None:

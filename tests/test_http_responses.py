@@ -243,7 +243,7 @@ async def test_a_body_that_cannot_be_read_is_refused(
         (get("/v1/responses", method="DELETE"), 405, ("allow", "POST")),
         (get("/v1/responses/a/b/c"), 404, None),
         (get("/v1/responses/"), 404, None),
-        (get("/v1/responses/compact", method="POST"), 404, None),
+        (post("/v1/responses/compact"), 404, None),
     ],
 )
 async def test_other_ways_to_ask(
@@ -374,6 +374,21 @@ async def test_a_repeated_create_is_the_same_run(autojump_clock: Clock) -> None:
             assert json.loads(body)["status"] == "completed"
             events = events_of(await ask(second, post(**create, stream=True)))
             assert events[-1]["response"] == json.loads(body)
+
+
+async def test_the_request_of_a_socket_keeps_its_turn_and_goes_with_it(autojump_clock: Clock) -> None:
+    async with serving({"endless": [[said(LONG * 4)]]}) as bench, connected(edge_of(bench)) as client:
+        peer = bench.connect()
+        peer.create("forced:endless", lifecycle="chained")
+        peer.create("forced:endless", lifecycle="chained", event_id="e")
+        await peer.until("response.output_text.delta")
+        await client.send_all(post(model="forced:endless", event_id="e"))
+        await turns(20)
+        assert [run.is_started for run in bench.runs] == [True, False]
+        peer.hang_up()
+        [(status, headers, _)] = await read_replies(client, ["POST"])
+        assert (status, headers["retry-after"]) == (503, "1")
+        await bench.check_nothing_is_left()
 
 
 async def test_a_shutdown_ends_what_still_runs_with_an_event(autojump_clock: Clock) -> None:
