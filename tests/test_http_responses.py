@@ -164,6 +164,16 @@ async def test_streamed_or_not_the_response_is_the_same(model: str, request: Jso
         await bench.check_nothing_is_left()
 
 
+async def test_a_warm_up_says_nothing_however_much_of_it_is_warm(autojump_clock: Clock) -> None:
+    async with serving(SCRIPTS) as bench, connected(edge_of(bench)) as stream:
+        for words in range(10):  # some of these lengths end where a block of KV does
+            for _ in range(2):
+                warm = {"model": "forced:hello", "instructions": "a " * words, "tools": TOOLS}
+                _, _, body = await ask(stream, post(**warm, generate=False))
+                assert (json.loads(body)["status"], json.loads(body)["output"]) == ("completed", [])
+        await bench.check_nothing_is_left()
+
+
 async def test_both_paths_and_a_whole_history(autojump_clock: Clock) -> None:
     history = [user("what is in a?"), {**call("read_file", path="a"), "call_id": "c"}]
     history.append({"type": "function_call_output", "call_id": "c", "output": "nothing"})
