@@ -76,7 +76,9 @@ class Leg:
                 case Sampled(tokens=tokens):
                     work.tokens_sampled += len(tokens)
                 case Prefilled(prefilled=prefilled, prefill_seconds=seconds):
-                    reused = max(0, self._state.leg_input - prefilled)
+                    # A warm-up leaves its last token to the leg that samples after it.
+                    due = self._state.leg_input - (self._state.request.generate is False)
+                    reused = max(0, due - prefilled)
                     work.tokens_prefilled += prefilled
                     work.tokens_reused += reused
                     work.times_ms.prefill += seconds * 1e3

@@ -63,7 +63,6 @@ class Run:
         engine: Engine,
         filters: Filters | None = None,
         hold_timeout: float,
-        heartbeat: float,
     ) -> None:
         self.state = state
         self.log = EventLog(next_number=state.next_number)
@@ -84,7 +83,6 @@ class Run:
         self._tools = wire.parse_tools(state.request.tools, []) if shown else []
         self._intake = Intake(self._dialect, self._filters, self._tools, limit=model.max_input)
         self._hold_timeout = hold_timeout
-        self._heartbeat = heartbeat
         self._leg: Leg | None = None
         self._scope = trio.CancelScope()
         self._interrupted: str | None = None
@@ -288,6 +286,16 @@ class Run:
         if self.on_change is not None:
             self.on_change()
 
+    @property
+    def silent_since(self) -> float | None:
+        """When a run that is at work showed anything last, on trio's clock."""
+        works = self.state.phase in (Phase.PREPARING, Phase.SAMPLING) and self.log.next_number > 0
+        return self.log.last_append if works else None
+
+    def show_life(self) -> None:
+        """The heartbeat of a run that has had nothing to show for a while."""
+        self._emit(wire.InProgress(response=snapshot.in_progress(self.state, self._model)))
+
     def interrupt(self, reason: str) -> None:
         """End the run within a step, as incomplete for this reason. Never waits. Idempotent."""
         if self._interrupted is None:
@@ -411,7 +419,7 @@ class Run:
         """Show what is sampled as it comes. Returns why the leg stopped: `stop` or `length`."""
         while True:
             read = len(self.state.ledger)
-            events = await self._engine_events()
+            events = await self._conversation.events()
             self._account(leg, events)
             for event in events:
                 match event:
@@ -428,13 +436,6 @@ class Run:
                     case Stopped(reason=reason):
                         leg.finish()
                         return reason
-
-    async def _engine_events(self) -> list[Event]:
-        """What the engine has to say. While it says nothing, and nothing else was logged, heartbeats are."""
-        while True:
-            with trio.move_on_at(self.log.last_append + self._heartbeat):
-                return await self._conversation.events()
-            self._emit(wire.InProgress(response=snapshot.in_progress(self.state, self._model)))
 
     def _account(self, leg: Leg, events: Sequence[Event]) -> None:
         leg.account(events, handed_over=self._conversation.handed_over, received=self.received)

@@ -72,6 +72,7 @@ class Service:
                 nursery.start_soon(self.store.run)
                 await nursery.start(self._engine.run)
                 nursery.start_soon(self._load_models)
+                nursery.start_soon(self._show_life)
                 task_status.started()
                 await trio.sleep_forever()
         finally:
@@ -89,6 +90,19 @@ class Service:
             log.error("model_unusable", reason=self._unusable)
         else:
             log.info("models_ready", models=list(self._models), dialect=dialect.name, runs_on=info.path)
+
+    async def _show_life(self) -> None:
+        """Heartbeats: a run that works and has been silent for too long says that it goes on. One task for
+        all runs, since a deadline for every token would cost more than the token's event.
+        """
+        while True:
+            silent = [run.silent_since for run in self._runs.values()]
+            now = trio.current_time()
+            oldest = min((since for since in silent if since is not None), default=now)
+            await trio.sleep_until(oldest + self.settings.heartbeat)
+            for run in self._runs.values():
+                if run.silent_since is not None and run.silent_since <= oldest:
+                    run.show_life()
 
     # ---- runs ----
 
@@ -138,7 +152,6 @@ class Service:
             model=model,
             engine=self._engine,
             hold_timeout=self.settings.hold_timeout,
-            heartbeat=self.settings.heartbeat,
         )
         self._runs[state.id] = run
         if request.event_id is not None:

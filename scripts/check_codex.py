@@ -1,15 +1,12 @@
 """Have a real Codex CLI do a task on this server, and check what happened. Started by scripts/check_codex.
 
-It knows how to get and configure Codex, and what its messages should be; it does not know how the server
-works.
+It knows how to get and start Codex, and what should be so after a task; it does not know how the server
+works. What each way of talking needs and should be is in scripts.codex_clients.
 
 Strategy. The model is scripted (forced legs), everything else is real: Codex from npm, its tools, the server,
 the engine, the socket. Between the two sits a relay that records every message, so what is judged is what was
 said and what is on the disk afterwards, not what either program claims. The notes that Codex works on have a
 random word in them: it can come back to the server only if Codex ran the command.
-
-A new kind of client is one more entry of CLIENTS. Codex 0.110 and later makes every leg a Response of its own
-and continues it with `previous_response_id`: it joins the table when the server can do that.
 """
 
 from __future__ import annotations
@@ -31,6 +28,7 @@ from urllib.parse import urlsplit
 
 import trio
 
+from scripts.codex_clients import CLIENTS, FAREWELL, TASK, Client
 from scripts.local_server import ServerDied, local_server
 from scripts.recording import Recording, recorded
 
@@ -38,74 +36,6 @@ CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ferm
 INSTALL_TIMEOUT = 600  # s; 100 MB from a registry
 TASK_TIMEOUT = 600.0  # s; the first leg prefills about 19,000 tokens, on one core that may be busy
 ENDS = ("response.done", "response.completed", "response.incomplete", "response.failed", "error")
-
-TASK = "Sort my notes into sorted.txt, and change two into zwei in notes.txt."
-COMMAND = "sort notes.txt | tee sorted.txt"
-PATCH = "*** Begin Patch\n*** Update File: notes.txt\n@@\n one\n-two\n+zwei\n*** End Patch"
-FAREWELL = "The notes are sorted, and two is zwei now."
-LEGS: list[list[dict[str, str]]] = [
-    [
-        {"type": "message", "content": "First the notes in order."},
-        {"type": "function_call", "name": "exec_command", "arguments": json.dumps({"cmd": COMMAND})},
-    ],
-    [
-        {"type": "message", "content": "Now the change."},
-        {"type": "custom_tool_call", "name": "apply_patch", "input": PATCH},
-    ],
-    [{"type": "message", "content": FAREWELL}],
-]
-MODEL = "forced:codex"
-
-# Nothing but this server: no updates, no analytics, no web search.
-CONFIG = """\
-model = "{model}"
-model_provider = "fermata"
-approval_policy = "never"
-sandbox_mode = "danger-full-access"
-web_search = "disabled"
-check_for_update_on_startup = false
-suppress_unstable_features_warning = true
-
-[analytics]
-enabled = false
-
-[model_providers.fermata]
-name = "fermata"
-base_url = "http://127.0.0.1:{port}/v1"
-env_key = "FERMATA_KEY"
-wire_api = "responses"
-supports_websockets = true
-requires_openai_auth = false
-request_max_retries = 0
-stream_max_retries = 0
-
-[features]
-{features}
-"""
-
-
-@dataclass(frozen=True, slots=True)
-class Client:
-    """What a version of Codex needs to be told, and how it and the server should talk during the task."""
-
-    features: tuple[str, ...]  # to turn on
-    beta: str  # what its handshake says in OpenAI-Beta
-    asks: tuple[str, ...]  # the types of its messages, in order
-    ends: tuple[str, ...]  # of the server's legs, in order
-    lifecycle: str  # of its Responses
-    legs: tuple[int, ...]  # of each of them
-
-
-CLIENTS = {
-    "0.107.0": Client(
-        features=("responses_websockets", "apply_patch_freeform"),
-        beta="responses_websockets=2026-02-04",
-        asks=("response.create", "response.append", "response.append"),
-        ends=("response.done", "response.done", "response.completed"),
-        lifecycle="held",
-        legs=(3,),
-    ),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,13 +67,15 @@ class Finding:
 def main() -> int:
     """Run the check. Returns 0 if everything is as it should be, else 1."""
     parser = argparse.ArgumentParser(prog="scripts/check_codex", description="See a real Codex CLI work.")
-    parser.add_argument("--version", choices=CLIENTS, default="0.107.0", help="of Codex (%(default)s)")
+    parser.add_argument(
+        "--lifecycle", choices=CLIENTS, default="held", help="of the Responses, which decides the version"
+    )
     parser.add_argument("--keep", action="store_true", help="keep the folder with workspace and log")
     arguments = parser.parse_args()
-    client = CLIENTS[arguments.version]
+    client = CLIENTS[arguments.lifecycle]
     outcome: Outcome | None = None
     try:
-        program = install(arguments.version)
+        program = install(client.version)
         with task_folder(keep=arguments.keep) as folder:
             outcome = trio.run(do_task, program, client, folder)
     except* trio.TooSlowError:
@@ -192,13 +124,12 @@ async def do_task(program: Path, client: Client, folder: Path) -> Outcome:
     home.mkdir()
     workspace.mkdir()
     (workspace / "notes.txt").write_text(f"{word}\none\ntwo\n")
-    script.write_text("".join(json.dumps(leg) + "\n" for leg in LEGS))
+    script.write_text("".join(json.dumps(leg) + "\n" for leg in client.script))
     async with (
         local_server("--script", str(script), log=log) as server,
         recorded(urlsplit(server.url).port or 0, recording) as port,
     ):
-        features = "\n".join(f"{feature} = true" for feature in client.features)
-        (home / "config.toml").write_text(CONFIG.format(model=MODEL, port=port, features=features))
+        (home / "config.toml").write_text(client.config(port))
         options = ["--skip-git-repo-check", "--color", "never", "--output-last-message", str(farewell)]
         environment = {
             "PATH": os.environ["PATH"],
@@ -233,35 +164,45 @@ def judge(outcome: Outcome, client: Client) -> Iterator[Finding]:
     )
     yield Finding("the patched file", outcome.files.get("notes.txt"), f"{word}\none\nzwei\n")
 
-    yield Finding(
-        "beta headers, one a connection", [beta_of(head) for head in outcome.recording.heads], [client.beta]
-    )
+    betas = [headers.get("openai-beta") for headers in outcome.recording.requests]
+    yield Finding("beta headers, one a request", betas, [*client.betas])
     yield Finding("Codex's messages", [message.type for message in asked], [*client.asks])
     ends = [message for message in answered if message.type in ENDS]
     yield Finding("the legs' ends", [message.type for message in ends], [*client.ends])
-    ids = {message.event.get("response", {}).get("id") for message in ends}
-    yield Finding("Responses", len(ids), len(client.legs))
+    responses = [message.event.get("response", {}) for message in ends]
+    numbers = {id: number for number, id in enumerate(dict.fromkeys(each.get("id") for each in responses))}
+    yield Finding("Responses", len(numbers), len(client.legs))
+    continued = [message.event.get("previous_response_id") for message in asked]
+    yield Finding(
+        "which Response each message continues",
+        [numbers.get(id, id) for id in continued],
+        [*client.continues],
+    )
     called = [message.event["item"] for message in answered if message.type == "response.output_item.done"]
     calls = [(f"{item['type']}_output", item["call_id"]) for item in called if "call_id" in item]
-    results = [item for message in asked for item in message.event["input"] if "call_id" in item]
-    yield Finding("results, each for its call", [(item["type"], item["call_id"]) for item in results], calls)
-    yield Finding("results that quote the notes", [word in item["output"] for item in results], [True, False])
+    # Without the server's memory each request repeats the history.
+    results = {
+        (item["type"], item["call_id"]): item["output"]
+        for message in asked
+        for item in message.event["input"]
+        if item.get("type", "").endswith("_output")
+    }
+    yield Finding("results, each for its call", [*results], calls)
+    yield Finding("results that quote the notes", [word in each for each in results.values()], [True, False])
 
     begun = [entry["lifecycle"] for entry in log if entry["event"] == "response_created"]
     yield Finding("lifecycles in the server's log", begun, [client.lifecycle] * len(client.legs))
-    ended = [(entry["status"], entry["legs"]) for entry in log if entry["event"] == "response_ended"]
-    yield Finding("Responses that ended", ended, [("completed", legs) for legs in client.legs])
+    ended = [entry for entry in log if entry["event"] == "response_ended"]
+    yield Finding(
+        "Responses that ended",
+        [(entry["status"], entry["legs"]) for entry in ended],
+        [("completed", legs) for legs in client.legs],
+    )
+    prefilled = sum(entry["tokens_prefilled"] for entry in ended)
+    context = responses[-1]["usage"]["total_tokens"] if responses and responses[-1] else 0
+    yield Finding("tokens prefilled more than once", max(0, prefilled - context), 0)
     trouble = [entry for entry in log if entry["level"] != "info" or entry["event"] == "request_refused"]
     yield Finding("trouble in the server's log", trouble, [])
-
-
-def beta_of(head: str) -> str | None:
-    """What a request says in OpenAI-Beta."""
-    for line in head.splitlines():
-        name, _, value = line.partition(":")
-        if name.lower() == "openai-beta":
-            return value.strip()
-    return None
 
 
 def report(recording: Recording, findings: Sequence[Finding]) -> int:

@@ -5,9 +5,10 @@ Knows the tables; the tasks themselves are in short_tasks.py and long_tasks.py.
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 from scripts.long_tasks import trail, walk
-from scripts.maker import LONGEST_FOLDER, LONGEST_TRAIL, Maker
+from scripts.maker import Maker, Mix
 from scripts.short_tasks import (
     arithmetic,
     change_one,
@@ -26,6 +27,8 @@ from scripts.world import Message, Split, Task
 
 Kind = Callable[[Maker], Task]
 
+ANY = Mix()
+
 SHORT_KINDS: dict[Kind, int] = {
     greeting: 2,
     arithmetic: 5,
@@ -43,40 +46,23 @@ LONG_KINDS: dict[Kind, int] = {walk: 4, trail: 1}
 """Kinds and how often they are drawn among their like."""
 
 
-def draw_task(
-    rng: random.Random,
-    split: Split,
-    longest_folder: int = LONGEST_FOLDER,
-    longest_trail: int = LONGEST_TRAIL,
-    long_share: float = 0.5,
-    varied: bool = False,
-) -> Task:
-    """A random task of a split. Folders and trails have at most as many files as said (at least one)."""
-    kinds = LONG_KINDS if rng.random() < long_share else SHORT_KINDS
+def draw_task(rng: random.Random, split: Split, mix: Mix = ANY) -> Task:
+    """A random task of a split, from a mix."""
+    kinds = LONG_KINDS if rng.random() < mix.long_share else SHORT_KINDS
     (kind,) = rng.choices(list(kinds), weights=list(kinds.values()))
-    return kind(Maker(rng, split, longest_folder, longest_trail, varied))
+    return kind(Maker(rng, split, mix))
 
 
-def draw_conversation(
-    rng: random.Random,
-    longest_folder: int,
-    longest_trail: int,
-    long_share: float,
-    varied: bool = False,
-    together: float = 0.0,
-) -> list[Message]:
-    """A right conversation to learn from: one task, or one in six times two or three of them.
-
-    `together` is the share of conversations that are `read_together`, the kind that is learned last.
-    """
-    if together and rng.random() < together:
-        return read_together(Maker(rng, "train", longest_folder, longest_trail, varied)).conversation()[0]
+def draw_conversation(rng: random.Random, mix: Mix) -> list[Message]:
+    """A right conversation to learn from: one task, or one in six times two or three of them."""
+    if mix.together and rng.random() < mix.together:
+        return read_together(Maker(rng, "train", mix)).conversation()[0]
     if rng.random() < 5 / 6:
-        return draw_task(rng, "train", longest_folder, longest_trail, long_share, varied).conversation()[0]
+        return draw_task(rng, "train", mix).conversation()[0]
     tasks: list[Task] = []
     taken: set[str] = set()
     for _ in range(rng.randint(2, 3)):
-        task = draw_task(rng, "train", longest_folder, longest_trail, long_share / 2, varied)
+        task = draw_task(rng, "train", replace(mix, long_share=mix.long_share / 2))
         folders = {path.partition("/")[0] for path in task.files}
         if not folders & taken:
             tasks.append(task)
@@ -87,7 +73,8 @@ def draw_conversation(
 
 def draw_task_of(rng: random.Random, split: Split, fewest_calls: int, most_calls: int) -> Task:
     """A random task of a split whose right conversation has so many calls."""
+    mix = Mix(long_share=0.2 if most_calls <= 4 else 1.0)
     while True:
-        task = draw_task(rng, split, long_share=0.2 if most_calls <= 4 else 1.0)
+        task = draw_task(rng, split, mix)
         if fewest_calls <= task.calls <= most_calls:
             return task

@@ -5,6 +5,7 @@ and what it gets depends on the split; names are mostly words that are one token
 """
 
 import random
+from dataclasses import dataclass
 
 from scripts.vocabulary import ENGLISH_WORDS, FOLDER_AND_FILE_WORDS, TOOL_WORDS
 from scripts.world import Split
@@ -14,6 +15,7 @@ TRAINED_WORDS = tuple(word for word in FOLDER_AND_FILE_WORDS if word not in HELD
 HELD_OUT_SIZES = (5, 8)  # files in a walked folder, which is then 11 or 17 calls and more
 HELD_OUT_TRAILS = (4, 7, 12, 17)  # files in a trail of pointers
 OTHER_WORDS = tuple(word for word in (*ENGLISH_WORDS, *TOOL_WORDS) if len(word) >= 4 and word.isalpha())
+LONGEST_COUNTED = 12  # files in a folder that is not walked
 LONGEST_FOLDER, LONGEST_TRAIL = 9, 19  # about 20 calls either way
 
 ODD_NAMES = 0.12  # share of names that are several tokens: two words, a word and a digit, random letters
@@ -27,18 +29,25 @@ def is_held_out_number(number: int) -> bool:
     return number * 2654435761 % 2**32 >> 29 == 3
 
 
+@dataclass(frozen=True)
+class Mix:
+    """What tasks are drawn from."""
+
+    longest_folder: int = LONGEST_FOLDER  # files in a walked folder, at most
+    longest_trail: int = LONGEST_TRAIL
+    long_share: float = 0.5  # share of long tasks
+    together: float = 0.0  # share of tasks, before all others, that read files together
+    varied: bool = False  # half of the names are other words or random letters; notes have held-out words
+    free_counts: bool = False  # folders that are counted or listed, but not walked, have any size
+
+
 class Maker:
     """Draws the names, numbers and sizes of one task."""
 
-    def __init__(
-        self, rng: random.Random, split: Split, longest_folder: int, longest_trail: int, varied: bool = False
-    ) -> None:
-        """`varied`: half of the names are other words or random letters, and notes have held-out words."""
+    def __init__(self, rng: random.Random, split: Split, mix: Mix) -> None:
         self.rng = rng
-        self.varied = varied
         self.split = split
-        self.longest_folder = longest_folder
-        self.longest_trail = longest_trail
+        self.mix = mix
         words = TRAINED_WORDS if split == "train" else HELD_OUT_WORDS
         self._words = rng.sample(words, len(words))
 
@@ -49,9 +58,9 @@ class Maker:
     def name(self) -> str:
         """A name that this task has not used yet; mostly one word."""
         word = self.word()
-        if self.varied and self.rng.random() < OTHER_NAMES:
+        if self.mix.varied and self.rng.random() < OTHER_NAMES:
             return self.rng.choice(OTHER_WORDS)
-        if self.varied and self.rng.random() < RANDOM_NAMES:
+        if self.mix.varied and self.rng.random() < RANDOM_NAMES:
             return self._random_letters()
         if self.rng.random() >= ODD_NAMES:
             return word
@@ -86,7 +95,7 @@ class Maker:
 
     def note(self) -> str:
         """A few words that are no number."""
-        words = FOLDER_AND_FILE_WORDS if self.varied else TRAINED_WORDS
+        words = FOLDER_AND_FILE_WORDS if self.mix.varied else TRAINED_WORDS
         return " ".join(self.rng.choice(words) for _ in range(self.rng.randint(2, 4)))
 
     def size(self, longest: int, held_out: tuple[int, ...], shortest: int = 1) -> int:
@@ -97,10 +106,13 @@ class Maker:
             return self.rng.choice(unusual)
         return self.rng.choice(usual)
 
-    def folder_of_numbers(self) -> tuple[str, dict[str, str]]:
+    def folder_of_numbers(self, walked: bool = True) -> tuple[str, dict[str, str]]:
         """A new folder with a number in each file, and its files."""
         folder = self.name() if self.rng.random() < 0.9 else f"{self.name()}/{self.name()}"
-        size = self.size(self.longest_folder, HELD_OUT_SIZES)
+        if self.mix.free_counts and not walked:
+            size = self.rng.randint(1, LONGEST_COUNTED)
+        else:
+            size = self.size(self.mix.longest_folder, HELD_OUT_SIZES)
         return folder, {f"{folder}/{self.file_name()}": str(self.number()) for _ in range(size)}
 
     def rarely(self) -> bool:

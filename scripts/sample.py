@@ -12,9 +12,9 @@ from scripts.long_tasks import walk_folder
 from scripts.world import Task
 
 FOLDERS = {
-    "garden": ("acorn.txt", "basil.txt", "fern.txt", "juniper.txt", "thyme.txt"),
+    "garden": ("acorn.txt", "basil.txt", "fern.txt", "honey.txt", "juniper.txt", "thyme.txt"),
     "harbor": ("anchor.txt", "ferry.txt", "sail.txt"),
-    "kitchen": ("apple.txt", "bread.txt", "honey.txt", "kettle.txt"),
+    "kitchen": ("apple.txt", "bread.txt", "ginger.txt", "kettle.txt"),
     "library": ("atlas.txt", "fable.txt", "lantern.txt"),
 }
 TARGET = "harbor/total.txt"
@@ -39,7 +39,7 @@ def make_sample_workspace(root: Path, seed: int) -> None:
 
 
 def sample_task(seed: int) -> Task:
-    """The task: 13 calls in 12 turns, of which the first two are made in parallel."""
+    """The task: 15 calls in 14 turns, of which the first two are made in parallel."""
     request = f"Count the files in garden. Add up all numbers in garden. Write it to {TARGET}."
-    solve = partial(walk_folder, "garden", "+", "total", counted=True, target=TARGET)
+    solve = partial(walk_folder, "garden", "+", "total", counted="garden", target=TARGET)
     return Task("sample", sample_files(seed), request, solve)

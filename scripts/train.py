@@ -15,7 +15,7 @@ import json
 import random
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import cos, pi
 from pathlib import Path
 
@@ -27,7 +27,7 @@ from torch.nn import functional
 
 from scripts.copying import IGNORED, Alphabet, copying_batch
 from scripts.kinds import draw_conversation
-from scripts.maker import LONGEST_FOLDER, LONGEST_TRAIL
+from scripts.maker import Mix
 from scripts.score import report_line, score_answers
 from scripts.tiny_llama import Shape, TinyLlama, load
 from scripts.transcript import CHAT_TEMPLATE, random_system_text, training_row
@@ -49,6 +49,11 @@ POOL = 384  # conversations drawn at a time and sorted by length, so that a batc
 SAVE_EVERY = 1000  # steps, some minutes
 
 
+LEARNED = Mix(long_share=0.35)
+NAMES = replace(LEARNED, varied=True)
+TOGETHER = replace(NAMES, together=0.25)  # reading files together is the hardest of the short kinds
+
+
 @dataclass(frozen=True)
 class Stage:
     """A part of the recipe: a fixed number of steps with one mix of batches."""
@@ -60,17 +65,17 @@ class Stage:
     learning_rate: float  # at its highest
     horizon: int = 0  # steps at which a cosine would bring the learning rate to nothing; 0: it stays
     grows: bool = False  # folders and trails grow longer over the horizon
-    varied: bool = False  # names of all kinds
-    together: float = 0.0  # share of conversations that read files together, the hardest of the short kinds
+    mix: Mix = LEARNED  # of conversations
     path_rows: float = 0.0  # share of copying rows that are lists of paths
 
 
 STAGES = (
     Stage("copying", 1, 1600, 1, 2e-3),
     Stage("tasks", 2, 3000, 8, 2e-3, horizon=9000, grows=True),
-    Stage("names", 3, 1000, 8, 1.5e-3, horizon=8000, varied=True),
-    Stage("together", 4, 3000, 8, 1.4e-3, horizon=7000, varied=True, together=0.25),
-    Stage("paths", 5, 4000, 5, 1e-3, horizon=4000, varied=True, together=0.25, path_rows=0.6),
+    Stage("names", 3, 1000, 8, 1.5e-3, horizon=8000, mix=NAMES),
+    Stage("together", 4, 3000, 8, 1.4e-3, horizon=7000, mix=TOGETHER),
+    Stage("paths", 5, 4000, 5, 1e-3, horizon=4000, mix=TOGETHER, path_rows=0.6),
+    Stage("polish", 6, 1800, 8, 4e-4, horizon=1800, mix=replace(TOGETHER, free_counts=True), path_rows=0.6),
 )
 
 
@@ -90,15 +95,15 @@ def learning_rate(stage: Stage, step: int) -> float:
     return stage.learning_rate * rise * fall
 
 
-def longest(progress: float) -> tuple[int, int, float]:
-    """Longest folder, longest trail, share of long tasks at a point (0 to 1) of growing."""
+def grown(mix: Mix, progress: float) -> Mix:
+    """The mix at a point (0 to 1) of growing up."""
     if progress < 0.1:
-        return 2, 3, 0.2
+        return replace(mix, longest_folder=2, longest_trail=3, long_share=0.2)
     if progress < 0.2:
-        return 4, 6, 0.3
+        return replace(mix, longest_folder=4, longest_trail=6, long_share=0.3)
     if progress < 0.35:
-        return 6, 11, 0.3
-    return LONGEST_FOLDER, LONGEST_TRAIL, 0.35
+        return replace(mix, longest_folder=6, longest_trail=11, long_share=0.3)
+    return mix
 
 
 def copying_batches(rng: random.Random, tokenizer: Tokenizer, path_rows: float) -> Iterator[Batch]:
@@ -126,8 +131,8 @@ def conversation_batches(rng: random.Random, tokenizer: Tokenizer, stage: Stage)
     """Endless conversations in batches of like length, each batch behind a system prompt of its own."""
     made = 0
     while True:
-        limits = longest(made / stage.horizon if stage.grows else 1.0)
-        drawn = [draw_conversation(rng, *limits, stage.varied, stage.together) for _ in range(POOL)]
+        mix = grown(stage.mix, made / stage.horizon) if stage.grows else stage.mix
+        drawn = [draw_conversation(rng, mix) for _ in range(POOL)]
         rows = sorted(
             ((training_row(tokenizer, messages), messages) for messages in drawn),
             key=lambda row: len(row[0][0]),

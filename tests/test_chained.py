@@ -89,6 +89,8 @@ async def test_a_warm_up_prefills_and_can_be_continued(autojump_clock: Any) -> N
         peer = bench.connect()
         warm = await turn(peer, "forced:thinks", input=[], instructions="Be brief. " * 20, generate=False)
         assert (warm["status"], warm["output"]) == ("completed", [])
+        assert warm["usage"]["input_tokens_details"]["cached_tokens"] == 0
+        assert warm["work"]["tokens_prefilled"] == warm["usage"]["input_tokens"] - 1
         first = await turn(
             peer,
             "forced:thinks",

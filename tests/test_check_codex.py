@@ -4,7 +4,9 @@ that went wrong in any one way is found out.
 
 from __future__ import annotations
 
+import copy
 import json
+import tomllib
 from dataclasses import replace
 from typing import Any
 
@@ -15,13 +17,23 @@ from hypothesis import strategies as st
 from wsproto.connection import Connection, ConnectionType
 from wsproto.events import Ping, TextMessage
 
-from scripts.check_codex import CLIENTS, FAREWELL, Outcome, beta_of, judge
-from scripts.recording import Listener, Message, Recording, recorded
+from scripts.check_codex import Outcome, judge
+from scripts.codex_clients import CLIENTS, FAREWELL
+from scripts.recording import Listener, Message, Recording, Speaker, recorded
 
-ASK = "GET /v1/responses HTTP/1.1\r\nHost: localhost\r\nUpgrade: websocket\r\nOpenAI-Beta: some=thing"
-AGREE = "HTTP/1.1 101 Switching Protocols\r\nUpgrade: websocket"
-CLIENT = CLIENTS["0.107.0"]
+ASK = (
+    b"GET /v1/responses HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
+    b"OpenAI-Beta: some=thing\r\n\r\n"
+)
+AGREE = b"HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n"
+POST = b"POST /v1/responses HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+STREAM = (
+    b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream; charset=utf-8\r\nTransfer-Encoding: chunked\r\n\r\n"
+)
+GOODBYE = b"HTTP/1.1 200 OK\r\nContent-Length: 7\r\n\r\ngoodbye"
 WORD = "0123456789abcdef"
+
+Json = dict[str, Any]
 
 texts = st.lists(st.text(st.characters(codec="utf-8"), max_size=300), max_size=5)
 
@@ -29,104 +41,188 @@ texts = st.lists(st.text(st.characters(codec="utf-8"), max_size=300), max_size=5
 @given(said=texts, speaker=st.sampled_from(["client", "server"]), data=st.data())
 def test_a_listener_has_every_message_however_the_bytes_are_cut(said, speaker, data):
     peer = Connection(ConnectionType.CLIENT if speaker == "client" else ConnectionType.SERVER)
-    stream = (ASK if speaker == "client" else AGREE).encode() + b"\r\n\r\n"
+    stream = ASK if speaker == "client" else AGREE
     for text in said:
-        whole = json.dumps({"type": "said", "text": text}, ensure_ascii=False)
+        whole = as_json(text)
         half = data.draw(st.integers(0, len(whole)))
         stream += peer.send(TextMessage(whole[:half], message_finished=False))
         stream += peer.send(Ping())
         stream += peer.send(TextMessage(whole[half:]))
-    cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=20)))
+    recording = heard(stream, speaker, data)
+    check(recording, said, speaker)
+    assert [each["openai-beta"] for each in recording.requests] == ["some=thing"] * (speaker == "client")
 
+
+@given(said=texts, data=st.data())
+def test_a_listener_has_every_body_however_the_bytes_are_cut(said, data):
+    stream = b""
+    for text in said:
+        body = as_json(text).encode()
+        stream += POST + b"Content-Length: %d\r\n\r\n%b" % (len(body), body)
+    recording = heard(stream, "client", data)
+    check(recording, said, "client")
+    assert len(recording.requests) == len(said)
+
+
+@given(said=st.lists(texts, max_size=3), data=st.data())
+def test_a_listener_has_every_server_sent_event_however_the_bytes_are_cut(said, data):
+    stream = b""
+    for part in said:
+        events = "".join(f"event: said\ndata: {as_json(text)}\n\n" for text in part).encode()
+        stream += b"HTTP/1.1 100 Continue\r\n\r\n" + STREAM
+        for chunk in cut(events, data):
+            stream += b"%x\r\n%b\r\n" % (len(chunk), chunk) if chunk else b""
+        stream += b"0\r\n\r\n"
+    check(heard(stream, "server", data), [text for part in said for text in part], "server")
+
+
+def as_json(text: str) -> str:
+    return json.dumps({"type": "said", "text": text}, ensure_ascii=False)
+
+
+def cut(stream: bytes, data: st.DataObject) -> list[bytes]:
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=20)))
+    return [stream[start:end] for start, end in zip([0, *cuts], [*cuts, len(stream)], strict=True)]
+
+
+def heard(stream: bytes, speaker: Speaker, data: st.DataObject) -> Recording:
     recording = Recording()
     listener = Listener(speaker, recording)
-    for start, end in zip([0, *cuts], [*cuts, len(stream)], strict=True):
-        listener.hear(stream[start:end])
+    for part in cut(stream, data):
+        listener.hear(part)
+    return recording
 
+
+def check(recording: Recording, said: list[str], speaker: Speaker) -> None:
     assert [message.event["text"] for message in recording.said_by(speaker)] == said
-    sizes = [len(json.dumps(each.event, ensure_ascii=False).encode()) for each in recording.messages]
-    assert [message.size for message in recording.messages] == sizes
-    assert recording.heads == ([ASK] if speaker == "client" else [])
+    assert [message.size for message in recording.messages] == [len(as_json(text).encode()) for text in said]
 
 
-def test_what_follows_a_head_that_opens_no_websocket_is_not_looked_at():
+def test_an_event_is_there_before_its_stream_ends():
     recording = Recording()
-    Listener("client", recording).hear(b"POST /v1/responses HTTP/1.1\r\nHost: localhost\r\n\r\n{}")
-    Listener("server", recording).hear(b"HTTP/1.1 404 Not Found\r\n\r\nsorry")
+    Listener("server", recording).hear(STREAM + b'10\r\ndata: {"a": 1}\n\n\r\n')
+    assert [message.event for message in recording.messages] == [{"a": 1}]
+
+
+def test_bodies_that_are_not_json_are_not_looked_at():
+    recording = Recording()
+    Listener("client", recording).hear(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    answer = b"Content-Type: text/plain\r\nUpgrade: websocket\r\nContent-Length: 5\r\n\r\nsorry"
+    Listener("server", recording).hear(b"HTTP/1.1 426 Upgrade Required\r\n" + answer)
     assert recording.messages == []
-    assert len(recording.heads) == 1
+    assert len(recording.requests) == 1
 
 
 async def test_the_relay_changes_nothing_and_passes_on_the_end(nursery):
-    heard = b""
+    received = b""
 
-    async def echo(stream: trio.SocketStream) -> None:
-        nonlocal heard
+    async def say_goodbye(stream: trio.SocketStream) -> None:
+        nonlocal received
         async for data in stream:
-            heard += data
-        await stream.send_all(b"HTTP/1.1 200 OK\r\n\r\ngoodbye")
+            received += data
+        await stream.send_all(GOODBYE)
 
     [listener] = await trio.open_tcp_listeners(0, host="127.0.0.1")
-    nursery.start_soon(trio.serve_listeners, echo, [listener])
+    nursery.start_soon(trio.serve_listeners, say_goodbye, [listener])
     async with recorded(listener.socket.getsockname()[1], Recording()) as port:
         client = await trio.open_tcp_stream("127.0.0.1", port)
-        await client.send_all(b"GET / HTTP/1.1\r\n\r\nand more")
+        await client.send_all(POST + b"Content-Length: 2\r\n\r\n{}")
         await client.send_eof()
         answer = b"".join([bytes(data) async for data in client])
-    assert heard == b"GET / HTTP/1.1\r\n\r\nand more"
-    assert answer == b"HTTP/1.1 200 OK\r\n\r\ngoodbye"
+    assert received == POST + b"Content-Length: 2\r\n\r\n{}"
+    assert answer == GOODBYE
     nursery.cancel_scope.cancel()
 
 
-def test_a_beta_header_is_found_in_any_case():
-    assert beta_of(ASK) == beta_of(ASK.lower()) == "some=thing"
-    assert beta_of(AGREE) is None
+def client_says(type: str, *results: Json, **fields: str) -> Message:
+    # The body of an HTTP request has no type.
+    return Message(
+        "client", 1, {"input": list(results), **fields} | ({} if type == "body" else {"type": type})
+    )
 
 
-def good_outcome() -> Outcome:
-    def client(type: str, *results: dict[str, str]) -> Message:
-        return Message("client", 1, {"type": type, "input": list(results)})
+def server_calls(type: str, call_id: str) -> Message:
+    return Message(
+        "server", 1, {"type": "response.output_item.done", "item": {"type": type, "call_id": call_id}}
+    )
 
-    def server(type: str, **fields: Any) -> Message:
-        return Message("server", 1, {"type": type, **fields})
 
-    def call(type: str, call_id: str) -> Message:
-        return server("response.output_item.done", item={"type": type, "call_id": call_id})
+def server_ends(type: str, response_id: str) -> Message:
+    response = {"id": response_id, "usage": {"total_tokens": 100}}
+    return Message("server", 1, {"type": type, "response": response})
 
-    def result(type: str, call_id: str, output: str) -> Message:
-        return client("response.append", {"type": type, "call_id": call_id, "output": output})
 
-    response = {"id": "resp_1"}
-    messages = [
-        client("response.create"),
-        call("function_call", "call_1"),
-        server("response.done", response=response),
-        result("function_call_output", "call_1", f"{WORD} one two"),
-        call("custom_tool_call", "call_2"),
-        server("response.done", response=response),
-        result("custom_tool_call_output", "call_2", "patched"),
-        server("response.completed", response=response),
-    ]
-    info = {"level": "info"}
+NOTES = {"type": "function_call_output", "call_id": "call_1", "output": f"{WORD} one two"}
+PATCHED = {"type": "function_call_output", "call_id": "call_2", "output": "patched"}
+PATCHED_BY_TOOL = {**PATCHED, "type": "custom_tool_call_output"}
+
+CONVERSATIONS = {
+    "held": [
+        client_says("response.create"),
+        server_calls("function_call", "call_1"),
+        server_ends("response.done", "resp_0"),
+        client_says("response.append", NOTES),
+        server_calls("custom_tool_call", "call_2"),
+        server_ends("response.done", "resp_0"),
+        client_says("response.append", PATCHED_BY_TOOL),
+        server_ends("response.completed", "resp_0"),
+    ],
+    "chained": [
+        client_says("response.create"),
+        server_ends("response.completed", "resp_0"),
+        client_says("response.create", previous_response_id="resp_0"),
+        server_calls("function_call", "call_1"),
+        server_ends("response.completed", "resp_1"),
+        client_says("response.create", NOTES, previous_response_id="resp_1"),
+        server_calls("function_call", "call_2"),
+        server_ends("response.completed", "resp_2"),
+        client_says("response.create", PATCHED, previous_response_id="resp_2"),
+        server_ends("response.completed", "resp_3"),
+    ],
+    "stateless": [
+        client_says("body"),
+        server_calls("function_call", "call_1"),
+        server_ends("response.completed", "resp_0"),
+        client_says("body", NOTES),
+        server_calls("function_call", "call_2"),
+        server_ends("response.completed", "resp_1"),
+        client_says("body", NOTES, PATCHED),
+        server_ends("response.completed", "resp_2"),
+    ],
+}
+EVERY_MESSAGE = [(name, number) for name, said in CONVERSATIONS.items() for number in range(len(said))]
+
+
+def good_outcome(lifecycle: str = "held") -> Outcome:
+    requests: list[dict[str, str]]
+    match lifecycle:
+        case "held":
+            requests, legs = [{"openai-beta": "responses_websockets=2026-02-04"}], [3]
+        case "chained":
+            requests, legs = [{"openai-beta": "responses_websockets=2026-02-06"}], [0, 1, 1, 1]
+        case _:
+            requests, legs = [{}, {}, {}], [1, 1, 1]
+    log: list[Json] = []
+    for number in legs:
+        log.append({"event": "response_created", "lifecycle": lifecycle})
+        log.append({"event": "response_ended", "status": "completed", "legs": number, "tokens_prefilled": 20})
     return Outcome(
         word=WORD,
         exit_code=0,
         farewell=FAREWELL,
         files={"sorted.txt": f"{WORD}\none\ntwo\n", "notes.txt": f"{WORD}\none\nzwei\n"},
-        recording=Recording([f"GET / HTTP/1.1\r\nopenai-beta: {CLIENT.beta}"], messages),
-        log=[
-            info | {"event": "response_created", "lifecycle": "held"},
-            info | {"event": "response_ended", "status": "completed", "legs": 3},
-        ],
+        recording=Recording(requests, copy.deepcopy(CONVERSATIONS[lifecycle])),
+        log=[{"level": "info", **entry} for entry in log],
     )
 
 
-def wrong(outcome: Outcome) -> list[str]:
-    return [finding.what for finding in judge(outcome, CLIENT) if not finding.is_good]
+def wrong(outcome: Outcome, lifecycle: str = "held") -> list[str]:
+    return [finding.what for finding in judge(outcome, CLIENTS[lifecycle]) if not finding.is_good]
 
 
-def test_a_task_that_went_well_is_good():
-    assert wrong(good_outcome()) == []
+@pytest.mark.parametrize("lifecycle", CLIENTS)
+def test_a_task_that_went_well_is_good(lifecycle):
+    assert wrong(good_outcome(lifecycle), lifecycle) == []
 
 
 @pytest.mark.parametrize(
@@ -153,22 +249,53 @@ def test_trouble_in_the_log_is_found():
         assert wrong(replace(good, log=[*good.log, trouble])) == ["trouble in the server's log"]
 
 
-@pytest.mark.parametrize("lost", range(8))
-def test_a_message_that_is_missing_is_found(lost):
-    outcome = good_outcome()
+@pytest.mark.parametrize(("lifecycle", "lost"), EVERY_MESSAGE)
+def test_a_message_that_is_missing_is_found(lifecycle, lost):
+    outcome = good_outcome(lifecycle)
     del outcome.recording.messages[lost]
-    assert wrong(outcome)
+    assert wrong(outcome, lifecycle)
 
 
-def test_a_second_connection_another_response_and_a_result_from_nowhere_are_found():
+@pytest.mark.parametrize("lifecycle", CLIENTS)
+def test_one_request_too_many_and_another_version_are_found(lifecycle):
+    outcome = good_outcome(lifecycle)
+    outcome.recording.requests.append(outcome.recording.requests[0])
+    assert wrong(outcome, lifecycle) == ["beta headers, one a request"]
+
+    outcome = good_outcome(lifecycle)
+    outcome.recording.requests[0]["openai-beta"] = "another"
+    assert wrong(outcome, lifecycle) == ["beta headers, one a request"]
+
+
+def test_another_response_and_a_result_from_nowhere_are_found():
     outcome = good_outcome()
-    outcome.recording.heads.append(outcome.recording.heads[0])
-    assert wrong(outcome) == ["beta headers, one a connection"]
-
-    outcome = good_outcome()
-    outcome.recording.messages[-1].event["response"] = {"id": "resp_2"}
+    outcome.recording.messages[-1].event["response"]["id"] = "resp_1"
     assert wrong(outcome) == ["Responses"]
 
     outcome = good_outcome()
     outcome.recording.messages[3].event["input"][0]["output"] = "made up"
     assert wrong(outcome) == ["results that quote the notes"]
+
+
+def test_a_chain_that_is_broken_is_found():
+    for previous in (None, "resp_0", "resp_unknown"):
+        outcome = good_outcome("chained")
+        outcome.recording.messages[5].event["previous_response_id"] = previous
+        assert wrong(outcome, "chained") == ["which Response each message continues"]
+
+
+@pytest.mark.parametrize("lifecycle", CLIENTS)
+def test_a_second_prefill_is_found(lifecycle):
+    outcome = good_outcome(lifecycle)
+    outcome.log[-1]["tokens_prefilled"] = 101
+    assert wrong(outcome, lifecycle) == ["tokens prefilled more than once"]
+
+
+@pytest.mark.parametrize("lifecycle", CLIENTS)
+def test_a_configuration_names_server_and_features(lifecycle):
+    client = CLIENTS[lifecycle]
+    config = tomllib.loads(client.config(port=8765))
+    provider = config["model_providers"][config["model_provider"]]
+    assert provider["base_url"] == "http://127.0.0.1:8765/v1"
+    assert provider["supports_websockets"] == (lifecycle != "stateless")
+    assert config["features"] == dict.fromkeys(client.features, True)

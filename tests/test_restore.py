@@ -98,7 +98,6 @@ async def play(
             model=bench.model(state.request.model or ""),
             engine=bench.engine,
             hold_timeout=600,
-            heartbeat=15,
         )
         cursor = run.log.cursor(after=state.next_number - 1)
 
@@ -243,9 +242,7 @@ async def test_a_run_whose_last_result_was_just_accepted_goes_on(autojump_clock:
         )
         state = RunState.load(dumps[0])
         assert (state.phase, state.owed, state.arrived) == (Phase.HELD, [], {})
-        restored = Run(
-            state, model=bench.model("forced:play"), engine=bench.engine, hold_timeout=600, heartbeat=15
-        )
+        restored = Run(state, model=bench.model("forced:play"), engine=bench.engine, hold_timeout=600)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(restored.run)
             nursery.start_soon(answer_all, restored)

@@ -16,11 +16,10 @@ from scripts.kinds import LONG_KINDS, SHORT_KINDS, Kind, draw_conversation, draw
 from scripts.maker import (
     HELD_OUT_SIZES,
     HELD_OUT_WORDS,
-    LONGEST_FOLDER,
-    LONGEST_TRAIL,
     OTHER_WORDS,
     TRAINED_WORDS,
     Maker,
+    Mix,
     is_held_out_number,
 )
 from scripts.sample import make_sample_workspace, sample_files, sample_task
@@ -58,7 +57,7 @@ def tokenizer() -> Tokenizer:
 
 
 def tasks_of(kind: Kind, split: str = "train", count: int = 40) -> list[Task]:
-    return [kind(Maker(random.Random(seed), split, LONGEST_FOLDER, LONGEST_TRAIL)) for seed in range(count)]
+    return [kind(Maker(random.Random(seed), split, Mix())) for seed in range(count)]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -133,7 +132,7 @@ def test_held_out_names_numbers_and_sizes_are_never_trained(varied):
     assert len(HELD_OUT_WORDS) >= 40
     assert not set(HELD_OUT_WORDS) & set(TRAINED_WORDS)
     for seed in range(300):
-        task = draw_task(random.Random(seed), "train", varied=varied)
+        task = draw_task(random.Random(seed), "train", Mix(varied=varied))
         assert not words_in(" ".join(task.files)) & set(HELD_OUT_WORDS), task
         if not varied:
             assert not words_in(task.request) & set(HELD_OUT_WORDS), task
@@ -145,7 +144,7 @@ def test_held_out_names_numbers_and_sizes_are_never_trained(varied):
 
 def test_varied_names_are_of_many_kinds():
     rng = random.Random(0)
-    names = [Maker(rng, "train", 9, 19, varied=True).name() for _ in range(400)]
+    names = [Maker(rng, "train", Mix(varied=True)).name() for _ in range(400)]
     assert 100 < sum(name in OTHER_WORDS for name in names) < 200
     assert len(set(names)) > 250
 
@@ -161,9 +160,7 @@ def test_tasks_of_every_length_can_be_drawn():
     for fewest, most in ((1, 1), (2, 4), (5, 8), (9, 14), (15, 21)):
         assert fewest <= draw_task_of(rng, "held_out", fewest, most).calls <= most
     turns = [
-        len(message.calls)
-        for seed in range(100)
-        for message in draw_conversation(random.Random(seed), 9, 19, 0.5)
+        len(message.calls) for seed in range(100) for message in draw_conversation(random.Random(seed), Mix())
     ]
     assert max(turns) >= 3
 
@@ -171,7 +168,7 @@ def test_tasks_of_every_length_can_be_drawn():
 def test_drawing_is_deterministic():
     def drawn() -> list[list[Message]]:
         rng = random.Random(7)
-        return [draw_conversation(rng, 9, 19, 0.5) for _ in range(50)]
+        return [draw_conversation(rng, Mix()) for _ in range(50)]
 
     assert drawn() == drawn()
 
@@ -245,7 +242,7 @@ def test_training_text_is_the_chat_templates_text(
     published, tokenizer, arguments_as_text, instructions, tools
 ):
     for seed in range(20):
-        messages = draw_conversation(random.Random(seed), 3, 3, 0.3)
+        messages = draw_conversation(random.Random(seed), Mix(3, 3, 0.3))
         system = [{"role": "developer", "content": instructions}] if instructions else []
         rendered = published.apply_chat_template(
             system + as_chat(messages, arguments_as_text),
