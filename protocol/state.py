@@ -91,6 +91,12 @@ class RunState(msgspec.Struct, kw_only=True):
         return [each for each in self.owed if each.call_id not in self.arrived]
 
     @property
+    def input_items(self) -> list[wire.Item]:
+        """The items of this Response that came from its client."""
+        made = {item.id for item in self.output}
+        return [item for item in self.items[self.inherited_items :] if item.id not in made]
+
+    @property
     def rendered(self) -> int:
         """Tokens of the ledger that came in: rendered in this run, or inherited."""
         return len(self.ledger) - self.sampled
