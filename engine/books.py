@@ -224,6 +224,8 @@ class Books:
             self.tokens_reused += table.length
             if sequence.to_prefill <= 0:
                 self.queue(sequence)
+                if leg.only_prefills:
+                    self.settled(sequence, leg.requested_at)
                 return 0
         rows = min(room, sequence.to_prefill)
         return rows if self.grow(sequence, table.length + rows) else 0

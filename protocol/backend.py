@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import trio
 
 from protocol.access import Caller
+from protocol.http import Exchange, Reply
 from protocol.metrics import Sections
 from protocol.socket import Socket
 
@@ -32,6 +33,17 @@ class Backend(Protocol):
 
     async def drain(self) -> None:
         """Take no new work; return when none is left. The caller has the deadline, and may cancel."""
+        ...
+
+
+class HttpHandler(Protocol):
+    """What answers the requests that have to do with Responses: `protocol.rest.Rest`."""
+
+    async def __call__(self, exchange: Exchange, *, caller: Caller) -> Reply | None:
+        """The whole reply; None if it was sent in parts. Raises RequestError, until a part is sent.
+
+        It is cancelled when the peer goes away, and at shutdown, a moment after `Backend.drain`.
+        """
         ...
 
 

@@ -87,8 +87,8 @@ class Chains:
             self._give_back(lane, run, past, "successor_creation_failed", message)
             if automatic and run.log.refusal is not None:
                 lane.hide(run)
-        elif ending.status == "incomplete" and state.work.legs == 0:
-            past.release()  # it was stopped before it took anything in
+        elif not state.has_taken_in:
+            past.release()
             self._give_back(lane, run, past, "successor_creation_failed", "The response was stopped.")
         else:
             if state.lifecycle == "held":

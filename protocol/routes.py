@@ -1,11 +1,12 @@
-"""The small routes: health, models, metrics. It knows requests and replies, not sockets.
+"""Where requests go: to what makes Responses, or to the small routes here: health, models, metrics.
 
-Every path works with and without ``/v1`` in front: clients differ in what they take for the base URL.
+It knows requests and replies, not sockets. Every path works with and without ``/v1`` in front: clients differ
+in what they take for the base URL.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TypeAlias
 from urllib.parse import unquote
 
@@ -22,24 +23,33 @@ MODELS_PATH = "/models"
 Handler: TypeAlias = Callable[[], Reply]
 
 
+# Where clients look for what is not here, and what they are told.
+ELSEWHERE = {
+    "/chat/completions": "This server speaks the Responses API: POST /v1/responses.",
+    "/completions": "This server speaks the Responses API: POST /v1/responses.",
+    "/responses/compact": "Compaction is not supported by this server.",
+}
+
+
 def route_of(request: Request) -> str:
     """The path of a request without the optional ``/v1``."""
     return request.path.removeprefix("/v1")
 
 
-def answer(request: Request, backend: Backend, exposition: Exposition) -> Reply:
-    """The reply to a request that is no upgrade."""
+def is_of_responses(request: Request) -> bool:
+    """Whether this is about Responses, and may take its time."""
     route = route_of(request)
-    if route == RESPONSES_PATH:
-        return _not_over_http(request)
+    return route == RESPONSES_PATH or route.startswith(RESPONSES_PATH + "/")
+
+
+def answer(request: Request, backend: Backend, exposition: Exposition) -> Reply:
+    """The reply to a request that is neither an upgrade nor about Responses."""
+    route = route_of(request)
     handler = _handler_of(route, backend, exposition)
     if handler is None:
-        return error_reply(_not_found(f"There is nothing at {request.path}.", "not_found"))
+        return error_reply(nothing_at(request))
     if request.method not in ("GET", "HEAD"):
-        error = RequestError(
-            f"{request.method} is not possible at {request.path}.", status=405, code="method_not_allowed"
-        )
-        return error_reply(error, [("allow", "GET, HEAD")])
+        return wrong_method(request, ["GET", "HEAD"])
     return handler()
 
 
@@ -68,14 +78,18 @@ def _model(model_id: str, backend: Backend) -> Reply:
     return error_reply(_not_found(f"The model '{model_id}' does not exist.", "model_not_found", "model"))
 
 
-def _not_over_http(request: Request) -> Reply:
-    if request.method in ("GET", "HEAD"):
-        error = RequestError("Connect to this path with a WebSocket.", status=426, code="upgrade_required")
-        return error_reply(error, [("upgrade", "websocket"), ("connection", "upgrade")])
-    message = (
-        f"This server speaks Responses over WebSocket: connect to {request.path} and send response.create."
+def nothing_at(request: Request) -> RequestError:
+    """The answer to a path that leads nowhere."""
+    instead = ELSEWHERE.get(route_of(request), "")
+    return _not_found(f"There is nothing at {request.path}. {instead}".rstrip(), "not_found")
+
+
+def wrong_method(request: Request, allowed: Iterable[str]) -> Reply:
+    """The answer to a path that is there, for other methods."""
+    error = RequestError(
+        f"{request.method} is not possible at {request.path}.", status=405, code="method_not_allowed"
     )
-    return error_reply(_not_found(message, "not_found"))
+    return error_reply(error, [("allow", ", ".join(allowed))])
 
 
 def _not_found(message: str, code: str, param: str | None = None) -> RequestError:

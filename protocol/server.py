@@ -22,13 +22,23 @@ import structlog
 import trio
 
 from protocol.access import Access, Caller
-from protocol.backend import Backend, SocketHandler
+from protocol.backend import Backend, HttpHandler, SocketHandler
 from protocol.errors import RequestError, overloaded, server_error
-from protocol.http import HEAD_TIMEOUT, IDLE_TIMEOUT, HttpConnection, Reply, Request, error_reply, linger
+from protocol.http import (
+    HEAD_TIMEOUT,
+    IDLE_TIMEOUT,
+    Exchange,
+    HttpConnection,
+    Reply,
+    Request,
+    error_reply,
+    linger,
+)
 from protocol.metrics import Exposition, LatenessProbe, Sections, Value
-from protocol.routes import RESPONSES_PATH, answer, route_of
+from protocol.routes import RESPONSES_PATH, answer, is_of_responses, route_of
 from protocol.settings import Settings
 from protocol.socket import SocketClosed, open_socket
+from protocol.tls import secured, server_context
 
 # The beta header of the only clients that speak the prototype's `response.append` and nothing newer.
 PROTOTYPE_BETA = "responses_websockets=2026-02-04"
@@ -45,12 +55,16 @@ class ListenError(Exception):
 
 
 class Server:
-    """One listening server. Make it, then `run` it once."""
+    """One listening server. Make it, then `run` it once. Raises CertificateError."""
 
-    def __init__(self, settings: Settings, backend: Backend, serve_socket: SocketHandler) -> None:
+    def __init__(
+        self, settings: Settings, backend: Backend, serve_http: HttpHandler, serve_socket: SocketHandler
+    ) -> None:
         self._settings = settings
         self._backend = backend
+        self._serve_http = serve_http
         self._serve_socket = serve_socket
+        self._tls = settings.tls and server_context(*settings.tls)
         self._access = Access(settings)
         self._probe = LatenessProbe()
         self._exposition = Exposition(self.statistics)
@@ -94,7 +108,7 @@ class Server:
                             trio.serve_listeners, self.serve_stream, listeners, handler_nursery=connections
                         )
                     )
-                    addresses = [_address(listener) for listener in listeners]
+                    addresses = [self._address(listener) for listener in listeners]
                     log.info("listening", addresses=addresses, model=self._settings.model)
                     task_status.started(addresses)
                     await stop.wait()
@@ -102,6 +116,11 @@ class Server:
                 await self._drain()
                 connections.cancel_scope.cancel()
             backend_nursery.cancel_scope.cancel()
+
+    def _address(self, listener: trio.SocketListener) -> str:
+        host, port = listener.socket.getsockname()[:2]
+        scheme = "http" if self._tls is None else "https"
+        return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
     async def _drain(self) -> None:
         self._is_draining = True
@@ -115,7 +134,7 @@ class Server:
         if self._open_connections:
             await trio.sleep(LAST_FRAMES)
 
-    async def serve_stream(self, stream: trio.abc.HalfCloseableStream) -> None:
+    async def serve_stream(self, stream: trio.abc.Stream) -> None:
         """Serve one connection and close it. Raises nothing: what goes wrong in here ends here."""
         connection_id = f"conn_{next(self._numbers)}"
         with structlog.contextvars.bound_contextvars(connection=connection_id):
@@ -125,7 +144,8 @@ class Server:
                     await self._refuse(stream)
                 else:
                     self._accepted += 1
-                    await self._serve_requests(stream)
+                    inside = stream if self._tls is None else await secured(stream, self._tls)
+                    await self._serve_requests(inside)
             except* (trio.BrokenResourceError, trio.ClosedResourceError, SocketClosed):
                 log.debug("peer_gone")
             except* Exception as group:
@@ -135,15 +155,17 @@ class Server:
                 self._open_connections -= 1
                 await trio.aclose_forcefully(stream)
 
-    async def _refuse(self, stream: trio.abc.HalfCloseableStream) -> None:
+    async def _refuse(self, stream: trio.abc.Stream) -> None:
         self._refused += 1
         log.warning("connection_refused", limit=self._settings.max_connections)
+        if self._tls is not None:
+            return  # saying why would take a handshake
         reply = error_reply(
             overloaded("This server has as many connections as it takes. Please try again in 1s.")
         )
         await HttpConnection(stream).send(reply, timeout=REFUSAL_TIMEOUT, close=True)
 
-    async def _serve_requests(self, stream: trio.abc.HalfCloseableStream) -> None:
+    async def _serve_requests(self, stream: trio.abc.Stream) -> None:
         http = HttpConnection(stream)
         idle_timeout = HEAD_TIMEOUT
         while True:
@@ -160,36 +182,61 @@ class Server:
                     if self._is_draining:
                         raise overloaded("This server is shutting down.")
                     break
-                await http.read_body(request, limit=self._settings.max_body)
-                reply = self._answer(request)
+                body = await http.read_body(request, limit=self._settings.max_body)
+                reply = await self._answer(http, request, body, caller)
                 close = self._is_draining or request.wants_websocket
             except RequestError as error:
                 reply, close = _error_reply(error), True
-            self._count(request, reply)
-            if not await http.send(reply, timeout=self._settings.send_timeout, close=close):
+            self._count(request, 200 if reply is None else reply.status)
+            timeout = self._settings.send_timeout
+            if reply is None:
+                goes_on = await http.end_parts(timeout=timeout)
+            else:
+                goes_on = await http.send(reply, timeout=timeout, close=close)
+            if not goes_on:
                 await linger(stream)
                 return
             idle_timeout = IDLE_TIMEOUT
         await self._serve_upgrade(stream, websocket_key, http.unread, request, caller)
 
-    def _answer(self, request: Request) -> Reply:
+    async def _answer(
+        self, http: HttpConnection, request: Request, body: bytes, caller: Caller
+    ) -> Reply | None:
+        """The reply, None if it was sent in parts. Raises what stops a reply in its middle, in a group."""
+        if not is_of_responses(request):
+            return self._answer_at_once(request)
+        close = self._is_draining or request.wants_websocket
+        exchange = Exchange(http, request, body, send_timeout=self._settings.send_timeout, close=close)
+        async with http.watched():
+            try:
+                return await self._serve_http(exchange, caller=caller)
+            except RequestError as error:
+                return error_reply(error)
+            except (trio.BrokenResourceError, trio.ClosedResourceError):
+                raise
+            except Exception:
+                if not http.can_reply:
+                    raise
+                log.exception("request_failed", method=request.method, path=request.path)
+                return error_reply(server_error())
+
+    def _answer_at_once(self, request: Request) -> Reply:
         try:
             return answer(request, self._backend, self._exposition)
         except Exception:
             log.exception("request_failed", method=request.method, path=request.path)
             return error_reply(server_error())
 
-    def _count(self, request: Request | None, reply: Reply) -> None:
-        status = str(reply.status)
-        self._replies[status] = self._replies.get(status, 0) + 1
+    def _count(self, request: Request | None, status: int) -> None:
+        self._replies[str(status)] = self._replies.get(str(status), 0) + 1
         if request is None:
-            log.info("reply", status=reply.status)
+            log.info("reply", status=status)
         elif route_of(request) not in QUIET_ROUTES:
-            log.info("reply", method=request.method, path=request.path, status=reply.status)
+            log.info("reply", method=request.method, path=request.path, status=status)
 
     async def _serve_upgrade(
         self,
-        stream: trio.abc.HalfCloseableStream,
+        stream: trio.abc.Stream,
         key: str,
         early: bytes,
         request: Request,
@@ -258,8 +305,3 @@ async def _open_listeners(settings: Settings) -> list[trio.SocketListener]:
         hint = "; choose another with --port" if error.errno == errno.EADDRINUSE else ""
         reason = (error.strerror or str(error)).lower()
         raise ListenError(f"cannot listen on {settings.host} port {settings.port}: {reason}{hint}") from error
-
-
-def _address(listener: trio.SocketListener) -> str:
-    host, port = listener.socket.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

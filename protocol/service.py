@@ -6,6 +6,7 @@ here: what a request may ask for, which model answers, how many runs a caller ma
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 from collections import Counter
 from pathlib import Path
@@ -17,27 +18,30 @@ import trio
 
 from engine.handle import Engine, EngineUnavailable, ProcessEngine
 from engine.messages import EngineConfig
-from protocol import wire
+from protocol import snapshot, wire
 from protocol.access import Caller
+from protocol.counting import count_input
 from protocol.dialects.load import DialectError, load_dialect
 from protocol.errors import RequestError, overloaded
+from protocol.ledger import Ledger
 from protocol.metrics import Sections
 from protocol.models import Model, ScriptError, load_models, load_scripts
-from protocol.past import Past, Shelf, not_found
+from protocol.past import NOTHING, Past, Shelf, not_found
 from protocol.response import Run
 from protocol.retries import Retries
 from protocol.settings import EMBEDDED_MODEL, Settings
 from protocol.state import Phase, RunState
+from protocol.store import Left, Store, StoreFull
 from protocol.work import Work
 
-Lifecycle: TypeAlias = Literal["chained", "held"]
+Lifecycle: TypeAlias = Literal["stateless", "stored", "chained", "held"]
 
 log: structlog.stdlib.BoundLogger = structlog.get_logger("protocol.service")
 
 
 class Service:
     """Everything behind the network edge. Make it, then `run` it once. The engine is a process of its own
-    unless another one is given. Raises ScriptError.
+    unless another one is given. Raises ScriptError, StoreError.
     """
 
     def __init__(self, settings: Settings, engine: Engine | None = None) -> None:
@@ -45,7 +49,9 @@ class Service:
         self.draining = False
         self._engine = engine or make_engine(settings)
         self._scripts = load_scripts(settings.scripts)
+        self.store = Store(settings.state_dir)
         self._models: dict[str, Model] = {}
+        self._vocabulary = ""  # of all its models
         self._unusable: str | None = None  # why there will be no model
         self._runs: dict[str, Run] = {}  # those that have not ended
         self._retries = Retries()
@@ -59,19 +65,24 @@ class Service:
         """Run the engine and every Response until cancelled. Reports started at once, before weights are
         loaded.
         """
-        async with trio.open_nursery() as nursery:
-            self._nursery = nursery
-            await nursery.start(self._engine.run)
-            nursery.start_soon(self._load_models)
-            nursery.start_soon(self._show_life)
-            task_status.started()
-            await trio.sleep_forever()
+        try:
+            async with trio.open_nursery() as nursery:
+                self._nursery = nursery
+                nursery.start_soon(self.store.run)
+                await nursery.start(self._engine.run)
+                nursery.start_soon(self._load_models)
+                nursery.start_soon(self._show_life)
+                task_status.started()
+                await trio.sleep_forever()
+        finally:
+            await self.store.aclose()
 
     async def _load_models(self) -> None:
         try:
             await self._engine.wait_ready()
             info = self._engine.info
             dialect = await trio.to_thread.run_sync(load_dialect, Path(info.folder))
+            self._vocabulary = await trio.to_thread.run_sync(_vocabulary_of, Path(info.folder))
             self._models = load_models(model_name(self.settings.model), info, dialect, self._scripts)
         except (EngineUnavailable, DialectError, ScriptError) as error:
             self._unusable = str(error)
@@ -98,13 +109,14 @@ class Service:
         self,
         request: wire.Create,
         *,
-        frame: str,
+        frame: str | bytes,
         caller: Caller,
         prototype: bool = False,
+        over_http: bool = False,
         superseded: Run | None = None,
     ) -> tuple[Run, bool]:
         """A run for this request, not started; and whether it is new (a repeated `event_id` finds the run it
-        made). It is admitted as if the run that it supersedes had ended.
+        made). `frame` is what it was decoded from. It is admitted as if the run that it supersedes had ended.
 
         Raises RequestError when the request cannot be done at all; what only rendering can tell, the run says
         itself.
@@ -113,7 +125,7 @@ class Service:
             return sent_before, False
         work = Work(bytes_in=len(frame))
         with work.timed("validate"):
-            lifecycle = self._lifecycle(request, prototype)
+            lifecycle = http_lifecycle(request) if over_http else self._lifecycle(request, prototype)
             self._check_admission(caller, lifecycle, superseded)
             model = self._model(request)
             check_supported(request)
@@ -156,7 +168,9 @@ class Service:
             self._nursery.start_soon(self._see_through, run)
 
     def forget(self, run: Run) -> None:
-        """A run that was created and will never be started."""
+        """A run that was created and will never be started. Whoever waits for it is told so."""
+        if not run.log.ended:
+            run.log.refuse(overloaded("Its connection went before its turn. Please try again in 1s."))
         run.past.release()
         self._runs.pop(run.state.id, None)
         self._retries.forget(run)
@@ -174,10 +188,47 @@ class Service:
         self._work.ignored.clear()
         self._retries.trim()
         self._run_ended.set()
+        if run.response is not None and run.state.request.store is not False:
+            self._keep(run)
+
+    def _keep(self, run: Run) -> None:
+        try:
+            self.store.put(
+                Left(run.state.id, run.state.owner, self._vocabulary, response=run.response, state=run.state)
+            )
+        except StoreFull:
+            log.error("response_not_stored", response=run.state.id)
+
+    def find(self, response_id: str, caller: Caller) -> Run | None:
+        """The run with this id, if this caller made it, it was started and has not ended."""
+        run = self._runs.get(response_id)
+        return run if run is not None and run.is_started and run.state.owner == caller.name else None
+
+    def response_of(self, run: Run) -> wire.Response:
+        """The Response object of a run, as it stands."""
+        model_id = run.state.request.model
+        assert model_id is not None
+        return run.response or snapshot.in_progress(run.state, self._models[model_id])
 
     async def find_past(self, response_id: str, caller: Caller) -> Past:
         """The Response of this id that the caller made and had stored. Raises RequestError."""
-        raise not_found(response_id)
+        record = await self.store.get(response_id, caller.name)
+        if record is None:
+            raise not_found(response_id)
+        state = RunState.load(record.state)
+        if not state.has_taken_in:
+            raise not_found(response_id)
+        if record.vocabulary != self._vocabulary:
+            state.ledger = Ledger()  # its tokens mean something else here: the items are rendered again
+        return Past(state)
+
+    async def count_input(self, request: wire.Create, caller: Caller) -> int:
+        """Tokens that the input of a Response to this request would have. Raises RequestError."""
+        model = self._model(request)
+        check_supported(request)
+        previous = request.previous_response_id
+        past = NOTHING if previous is None else await self.find_past(previous, caller)
+        return await count_input(request, model, past)
 
     async def drain(self) -> None:
         """Take no new runs, end those that are held, and wait for the legs that are going on.
@@ -281,6 +332,7 @@ class Service:
                 **{f"{name}_total": value for name, value in work.items() if isinstance(value, int)},
                 "seconds_total": {stage: ms / 1e3 for stage, ms in times.items()},
             },
+            "store": self.store.statistics(),
             "engine": {
                 "up": float(handle.state == "ready"),
                 "restarts_total": handle.restarts,
@@ -322,6 +374,23 @@ def model_name(model: str) -> str:
         return "fermata-embedded"
     path = Path(model)
     return path.resolve().name if path.is_dir() else model
+
+
+def _vocabulary_of(folder: Path) -> str:
+    """What tells the tokens of this model's tokeniser from those of another one."""
+    return hashlib.sha256((folder / "tokenizer.json").read_bytes()).hexdigest()
+
+
+def http_lifecycle(request: wire.Create) -> Lifecycle:
+    """Who keeps the conversation of a request over HTTP. Raises RequestError if it asks for anything else."""
+    natural: Lifecycle = "stateless" if request.previous_response_id is None else "stored"
+    if request.lifecycle not in (None, natural):
+        raise RequestError(
+            f"Over HTTP this response cannot be {request.lifecycle!r}: it is 'stateless', or 'stored' with a "
+            "previous_response_id. Held and chained ones need a WebSocket.",
+            param="lifecycle",
+        )
+    return natural
 
 
 def check_supported(request: wire.Create) -> None:

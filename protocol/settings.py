@@ -54,10 +54,15 @@ class Settings:
     insecure: bool = False  # a port that others can reach, without a key
     allow_origins: tuple[str, ...] = ()  # ``https://name:port`` as a browser sends it; ``*``: any
 
+    tls_cert: Path | None = None  # a chain of certificates, PEM; then everything on the port is TLS
+    tls_key: Path | None = None  # the key of the first one, PEM
+
     max_context: int | None = None  # tokens; None: what the checkpoint says
     kv_memory: int = 1 << 30
     max_held: int = 64  # runs that one caller may keep waiting with their KV in memory
     hold_timeout: float = 600.0  # how long a held run waits for its client
+    state_dir: Path | None = None  # where Responses are stored; None: in memory, until the process ends
+    max_in_flight: int = 64  # Responses over HTTP that one caller may wait for at once
 
     max_connections: int = 512  # half of the usual limit of open files (1024)
     max_message: int = MESSAGE_LIMIT + MESSAGE_SLACK  # of a text frame, in characters
@@ -82,6 +87,12 @@ class Settings:
         if self.model.startswith(("/", ".")) and not Path(self.model).is_dir():
             raise SettingsError("model", f"there is no folder {self.model}")
         _read_pace(self.engine)
+        for name, other in (("tls_cert", self.tls_key), ("tls_key", self.tls_cert)):
+            path: Path | None = getattr(self, name)
+            if path is None and other is not None:
+                raise SettingsError(name, "a certificate and its key are given together")
+            if path is not None and not path.is_file():
+                raise SettingsError(name, f"there is no file {path}")
         for name, allowed in _CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise SettingsError(name, f"{getattr(self, name)!r} is none of {', '.join(allowed)}")
@@ -108,6 +119,11 @@ class Settings:
     def pace(self) -> Pace | None:
         """How fast the paced engine is to be; None: the engine is the real one."""
         return _read_pace(self.engine)
+
+    @property
+    def tls(self) -> tuple[Path, Path] | None:
+        """The certificate and its key; None: connections are not encrypted."""
+        return None if self.tls_cert is None or self.tls_key is None else (self.tls_cert, self.tls_key)
 
     @property
     def is_loopback(self) -> bool:
@@ -159,6 +175,7 @@ _POSITIVE = (
     "kv_memory",
     "max_held",
     "hold_timeout",
+    "max_in_flight",
     "max_connections",
     "max_message",
     "max_body",

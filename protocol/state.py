@@ -96,6 +96,17 @@ class RunState(msgspec.Struct, kw_only=True):
         return [each for each in self.owed if each.call_id not in self.arrived]
 
     @property
+    def input_items(self) -> list[wire.Item]:
+        """The items of this Response that came from its client."""
+        made = {item.id for item in self.output}
+        return [item for item in self.items[self.inherited_items :] if item.id not in made]
+
+    @property
+    def has_taken_in(self) -> bool:
+        """Whether its items are those of a conversation: not if it was stopped before it took them in."""
+        return self.work.legs > 0 or (self.ending is not None and self.ending.status == "completed")
+
+    @property
     def rendered(self) -> int:
         """Tokens of the ledger that came in: rendered in this run, or inherited."""
         return len(self.ledger) - self.sampled

@@ -22,9 +22,12 @@ import trio
 
 from protocol.logs import set_up_logging
 from protocol.models import ScriptError
+from protocol.rest import Rest
 from protocol.server import ListenError, Server
 from protocol.service import Service
 from protocol.settings import Device, Dtype, Lifecycle, LogFormat, LogLevel, Settings, SettingsError
+from protocol.store import StoreError
+from protocol.tls import CertificateError
 from protocol.websocket import serve_connection
 
 KEYS_VARIABLE = "FERMATA_API_KEYS"
@@ -77,6 +80,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--insecure", action="store_true", help="allow an address that others reach, without a key"
     )
+    option("tls-cert", "a certificate (chain) in PEM: serve https and wss", type=Path, metavar="FILE")
+    option("tls-key", "its key, in PEM, not encrypted", type=Path, metavar="FILE")
     parser.add_argument(
         "--allow-origin",
         dest="allow_origins",
@@ -97,6 +102,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     option("max-held", "runs that one caller may keep held", type=int, metavar="N")
     option("hold-timeout", "how long a held run waits for its client", type=float, metavar="SECONDS")
+    option(
+        "state-dir",
+        "the folder that responses are stored in; they end with the server otherwise",
+        type=Path,
+        metavar="DIR",
+    )
+    option("max-in-flight", "responses that one caller may wait for at once over HTTP", type=int, metavar="N")
     choice("log-format", "how the log is written, to standard error", LogFormat)
     choice("log-level", "the least that is logged", LogLevel)
     parser.add_argument(
@@ -122,7 +134,7 @@ def main(arguments: argparse.Namespace) -> int:
         trio.run(_serve, settings)
     except ScriptError as error:
         return _complain(f"argument --script: {error}", 2)
-    except ListenError as error:
+    except (ListenError, StoreError, CertificateError) as error:
         return _complain(str(error), 1)
     return 0
 
@@ -144,7 +156,7 @@ def settings_from(arguments: argparse.Namespace, keys_variable: str) -> Settings
 
 async def _serve(settings: Settings) -> None:
     service = Service(settings)
-    server = Server(settings, service, partial(serve_connection, service=service))
+    server = Server(settings, service, Rest(service), partial(serve_connection, service=service))
     stop = trio.Event()
     refused: ListenError | None = None
     async with trio.open_nursery() as nursery:

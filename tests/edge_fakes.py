@@ -12,6 +12,8 @@ import trio.testing
 from trio_websocket import WebSocketConnection, wrap_client_stream
 
 from protocol.access import Caller
+from protocol.backend import HttpHandler
+from protocol.http import Exchange, Reply
 from protocol.metrics import Sections
 from protocol.server import Server
 from protocol.settings import Settings
@@ -60,9 +62,20 @@ async def echo(socket: Socket, *, caller: Caller, prototype: bool) -> None:
         return
 
 
-def make_server(backend: FakeBackend | None = None, serve_socket: Any = echo, **settings: Any) -> Server:
+async def show(exchange: Exchange, *, caller: Caller) -> Reply | None:
+    """Send the body of every request back, after who sent it."""
+    await trio.lowlevel.checkpoint()
+    return Reply(200, f"{caller.name} ".encode() + exchange.body)
+
+
+def make_server(
+    backend: FakeBackend | None = None,
+    serve_socket: Any = echo,
+    serve_http: HttpHandler = show,
+    **settings: Any,
+) -> Server:
     settings.setdefault("port", 0)
-    return Server(Settings(**settings), backend or FakeBackend(), serve_socket)
+    return Server(Settings(**settings), backend or FakeBackend(), serve_http, serve_socket)
 
 
 @asynccontextmanager
@@ -83,7 +96,7 @@ async def over_tcp(server: Server) -> AsyncIterator[tuple[str, int]]:
     with trio.fail_after(DEADLINE):
         async with trio.open_nursery() as nursery:
             addresses = await nursery.start(server.run, stop)
-            host, _, port = addresses[0].removeprefix("http://").rpartition(":")
+            host, _, port = addresses[0].partition("://")[2].rpartition(":")
             try:
                 yield host, int(port)
             finally:

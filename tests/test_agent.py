@@ -26,6 +26,7 @@ from rich.console import Console
 
 from protocol.agent import AgentResult, Call, Leg, Tokens, run_agent
 from protocol.client import Connection, ConnectionLost, ServerError, connect
+from protocol.rest import Rest
 from protocol.server import Server
 from protocol.settings import Settings
 from protocol.websocket import serve_connection
@@ -489,7 +490,8 @@ REAL_LEGS = [
 async def real_server(bench: Bench) -> AsyncIterator[Connection]:
     """A connection to the real server: its edge, its service and an engine, over streams in memory."""
     ours, theirs = trio.testing.memory_stream_pair()
-    edge = Server(Settings(), bench.service, partial(serve_connection, service=bench.service))
+    serve_socket = partial(serve_connection, service=bench.service)
+    edge = Server(Settings(), bench.service, Rest(bench.service), serve_socket)
     bench.nursery.start_soon(edge.serve_stream, theirs)
     async with connect("ws://127.0.0.1:8765/v1/responses", stream=ours) as connection:
         yield connection

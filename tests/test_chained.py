@@ -182,7 +182,7 @@ async def test_a_result_needs_its_call_in_the_chain(autojump_clock: Any) -> None
 async def test_a_failed_continuation_evicts_its_parent_on_the_same_lane(autojump_clock: Any) -> None:
     async with serving(SCRIPTS) as bench:
         peer = bench.connect()
-        first = await turn(peer, input="look")
+        first = await turn(peer, input="look", store=False)
         stray = {"type": "function_call_output", "call_id": "call_x", "output": "1"}
         assert (await turn(peer, input=[stray], previous_response_id=first["id"]))["status"] == 400
         error = await turn(peer, input=[output_of(first)], previous_response_id=first["id"])

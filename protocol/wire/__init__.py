@@ -91,6 +91,7 @@ from protocol.wire.requests import (
     Steer,
     StreamOptions,
     decode_client_event,
+    decode_create,
     decode_head,
     unknown_fields,
 )
@@ -167,6 +168,7 @@ __all__ = [
     "Usage",
     "content_parts",
     "decode_client_event",
+    "decode_create",
     "decode_head",
     "encode",
     "encode_any",

@@ -119,6 +119,7 @@ _CLIENT_EVENTS: dict[str, msgspec.json.Decoder[ClientEvent]] = {
     str(struct.__struct_config__.tag): msgspec.json.Decoder(struct)
     for struct in (Create, Append, Cancel, Steer, Inject, Processed)
 }
+_CREATE = msgspec.json.Decoder(Create)
 _KEYS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
@@ -131,7 +132,7 @@ def decode_head(frame: str | bytes) -> Head:
     try:
         head = _HEAD.decode(frame)
     except msgspec.DecodeError as error:
-        message = f"The frame is not a JSON object: {error}"
+        message = f"This is not a JSON object: {error}"
         raise RequestError(message, code="invalid_json") from error
     if head.stream_id is not None and not (
         isinstance(head.stream_id, str) and STREAM_ID.fullmatch(head.stream_id)
@@ -158,6 +159,17 @@ def decode_client_event(head: Head, frame: str | bytes) -> ClientEvent:
             param="type",
         )
     return decode(decoder, frame, "")
+
+
+def decode_create(body: bytes) -> Create:
+    """The body of a POST: a `response.create` whose `type` may be left out. Raises RequestError: not JSON in
+    UTF-8, a bad field. RecursionError: nested too deeply.
+    """
+    try:
+        decode_head(body.decode())
+    except UnicodeDecodeError as error:
+        raise RequestError(f"This is not UTF-8: {error}.", code="invalid_json") from error
+    return decode(_CREATE, body, "")
 
 
 def unknown_fields(frame: str | bytes, ignored: list[str]) -> None:
