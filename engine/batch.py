@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from engine.attention import Part
 from engine.kv import BlockPool
 from engine.legs import Sequence
-from engine.model import Part
 
 
 @dataclass(slots=True)
@@ -21,7 +21,7 @@ class Batch:
     sampling: list[Sequence] = field(default_factory=list)  # in the order of logit_rows
 
     def add(self, sequence: Sequence, rows: int, pool: BlockPool) -> None:
-        """Add the next tokens of a sequence. If they reach its end and it samples, the last has logits."""
+        """Add the next tokens of a sequence. If its last token is among them, it samples."""
         table = sequence.table
         start, first_row = table.length, len(self.tokens)
         if rows == 1:
@@ -34,6 +34,6 @@ class Batch:
         self.parts.append(Part(first_row, rows, runs))
         self.tokens += sequence.tokens[start : start + rows]
         self.positions += range(start, start + rows)
-        if sequence.sampling and rows == sequence.to_prefill:
+        if start + rows == len(sequence.tokens):
             self.logit_rows.append(first_row + rows - 1)
             self.sampling.append(sequence)

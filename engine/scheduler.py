@@ -69,7 +69,8 @@ class Scheduler:
 
     def _schedule(self) -> Batch:
         batch, books = Batch(), self._books
-        for sequence in list(books.decoding.values()):
+        by_length = sorted(books.decoding.values(), key=lambda sequence: sequence.table.length)
+        for sequence in by_length:  # neighbours attend together
             table = sequence.table
             full = table.length == table.blocks * books.pool.block_size
             if not full or books.grow(sequence, table.length + 1):

@@ -53,17 +53,14 @@ def walk(maker: Maker) -> Task:
     """A whole folder, file by file, with a running total, largest or smallest number."""
     folder, files = maker.folder_of_numbers()
     target = maker.path() if maker.rng.random() < 0.4 else None
-    counted = folder if maker.rng.random() < 0.2 else None
+    counted = maker.rng.random() < 0.2
     operation, naming, *phrasings = maker.rng.choice(WALKS)
     request = maker.say(*phrasings).format(folder=folder)
-    if counted and maker.mix.free_counts and maker.rng.random() < 0.7:
-        counted, counted_files = maker.folder_of_numbers(walked=False)
-        files |= counted_files
     if counted:
-        request = maker.say(f"Count the files in {counted}. ", f"How many files has {counted}? ") + request
+        request = maker.say(f"Count the files in {folder}. ", f"How many files has {folder}? ") + request
     request = request if request.endswith("?") else request + "."
     if maker.rarely():
-        files[maker.rng.choice([path for path in files if path.startswith(f"{folder}/")])] = maker.note()
+        files[maker.rng.choice(list(files))] = maker.note()
     if target:
         request += maker.say(
             f" Write it to {target}.", f" Save the result in {target}.", f" Put the result into {target}."
@@ -72,9 +69,9 @@ def walk(maker: Maker) -> Task:
     return Task("walk", files, request, lambda: walk_folder(folder, operation, naming, counted, target))
 
 
-def walk_folder(folder: str, operation: str, naming: str, counted: str | None, target: str | None) -> Solver:
-    """Lists the folder (in the same turn counts the files of one), then reads and calculates file by file."""
-    *counts, listing = yield (count(counted), list_files(folder)) if counted else (list_files(folder),)
+def walk_folder(folder: str, operation: str, naming: str, counted: bool, target: str | None) -> Solver:
+    """Lists the folder (in the same turn counts its files), then reads and calculates file by file."""
+    *counts, listing = yield (count(folder), list_files(folder)) if counted else (list_files(folder),)
     if failed(listing):
         return Answer(f"There is no folder {folder}.", (folder, "no folder"))
     path, so_far = f"{folder}/{listed(listing)[0]}", ""
@@ -95,7 +92,7 @@ def walk_folder(folder: str, operation: str, naming: str, counted: str | None, t
     ending = f", and I wrote it to {target}" if target else ""
     if counts:
         number_of_files = counts[0].rpartition(": ")[2]
-        text = f"{counted} has {number_of_files}. The {naming} is {so_far}{ending}."
+        text = f"{folder} has {number_of_files}. The {naming} is {so_far}{ending}."
         return Answer(text, (number_of_files, so_far, *where))
     return Answer(f"The {naming} in {folder} is {so_far}{ending}.", (folder, so_far, *where))
 

@@ -15,7 +15,6 @@ TRAINED_WORDS = tuple(word for word in FOLDER_AND_FILE_WORDS if word not in HELD
 HELD_OUT_SIZES = (5, 8)  # files in a walked folder, which is then 11 or 17 calls and more
 HELD_OUT_TRAILS = (4, 7, 12, 17)  # files in a trail of pointers
 OTHER_WORDS = tuple(word for word in (*ENGLISH_WORDS, *TOOL_WORDS) if len(word) >= 4 and word.isalpha())
-LONGEST_COUNTED = 12  # files in a folder that is not walked
 LONGEST_FOLDER, LONGEST_TRAIL = 9, 19  # about 20 calls either way
 
 ODD_NAMES = 0.12  # share of names that are several tokens: two words, a word and a digit, random letters
@@ -38,7 +37,6 @@ class Mix:
     long_share: float = 0.5  # share of long tasks
     together: float = 0.0  # share of tasks, before all others, that read files together
     varied: bool = False  # half of the names are other words or random letters; notes have held-out words
-    free_counts: bool = False  # folders that are counted or listed, but not walked, have any size
 
 
 class Maker:
@@ -106,13 +104,10 @@ class Maker:
             return self.rng.choice(unusual)
         return self.rng.choice(usual)
 
-    def folder_of_numbers(self, walked: bool = True) -> tuple[str, dict[str, str]]:
+    def folder_of_numbers(self) -> tuple[str, dict[str, str]]:
         """A new folder with a number in each file, and its files."""
         folder = self.name() if self.rng.random() < 0.9 else f"{self.name()}/{self.name()}"
-        if self.mix.free_counts and not walked:
-            size = self.rng.randint(1, LONGEST_COUNTED)
-        else:
-            size = self.size(self.mix.longest_folder, HELD_OUT_SIZES)
+        size = self.size(self.mix.longest_folder, HELD_OUT_SIZES)
         return folder, {f"{folder}/{self.file_name()}": str(self.number()) for _ in range(size)}
 
     def rarely(self) -> bool:

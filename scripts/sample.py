@@ -41,5 +41,5 @@ def make_sample_workspace(root: Path, seed: int) -> None:
 def sample_task(seed: int) -> Task:
     """The task: 15 calls in 14 turns, of which the first two are made in parallel."""
     request = f"Count the files in garden. Add up all numbers in garden. Write it to {TARGET}."
-    solve = partial(walk_folder, "garden", "+", "total", counted="garden", target=TARGET)
+    solve = partial(walk_folder, "garden", "+", "total", counted=True, target=TARGET)
     return Task("sample", sample_files(seed), request, solve)

@@ -116,7 +116,7 @@ def read_one(maker: Maker) -> Task:
 
 def list_one(maker: Maker) -> Task:
     """The names in a folder."""
-    folder, files = maker.folder_of_numbers(walked=False)
+    folder, files = maker.folder_of_numbers()
     missing = maker.rng.random() < 0.15
     request = maker.say(
         f"What is in the folder {folder}?",
@@ -157,7 +157,7 @@ def list_top(maker: Maker) -> Task:
 def count_one(maker: Maker) -> Task:
     """How many files a folder has, or lines a file."""
     if maker.rng.random() < 0.5:
-        path, files = maker.folder_of_numbers(walked=False)
+        path, files = maker.folder_of_numbers()
         request = maker.say(
             f"How many files are in {path}?",
             f"Count the files in {path}.",

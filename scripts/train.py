@@ -3,11 +3,12 @@
 Knows batches, the optimiser and when to save. The world, the text of conversations, the tokenizer,
 the decoder and the score each have a file of their own.
 
-Strategy: three stages. First pure copying (copying.py), until following names and numbers is second
+Strategy: five stages. First pure copying (copying.py), until following names and numbers is second
 nature. Then conversations, in which folders and trails grow longer, with copying mixed in so that
-words that are held out of the tasks stay usable as names. Batches hold conversations of like length
-behind one shared system prompt. One thread, fixed seeds and step counts: the same kind of CPU makes
-the same weights again.
+words that are held out of the tasks stay usable as names. Then names of all kinds, so that a name is
+a name by its place alone; then more files read together, and copying of lists of paths, which are
+learned last. Batches hold conversations of like length behind one shared system prompt. One thread,
+fixed seeds and step counts: the same kind of CPU makes the same weights again.
 """
 
 import argparse
@@ -75,7 +76,6 @@ STAGES = (
     Stage("names", 3, 1000, 8, 1.5e-3, horizon=8000, mix=NAMES),
     Stage("together", 4, 3000, 8, 1.4e-3, horizon=7000, mix=TOGETHER),
     Stage("paths", 5, 4000, 5, 1e-3, horizon=4000, mix=TOGETHER, path_rows=0.6),
-    Stage("polish", 6, 1800, 8, 4e-4, horizon=1800, mix=replace(TOGETHER, free_counts=True), path_rows=0.6),
 )
 
 

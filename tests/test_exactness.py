@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
+from engine.attention import Part
 from engine.checkpoint import random_checkpoint
 from engine.messages import (
     Command,
@@ -30,7 +31,7 @@ from engine.messages import (
     Stopped,
     Truncate,
 )
-from engine.model import Decoder, Part
+from engine.model import Decoder
 from engine.sampler import Draw, History, has_penalties, noisy_scores, sample
 from engine.scheduler import Scheduler
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 from engine_fixtures import reference_logits, write_checkpoint
 
-from engine.attention import attend_many, attend_one
+from engine.attention import Part
 from engine.checkpoint import random_checkpoint, read_config, read_weights
-from engine.model import Decoder, Part
+from engine.model import Decoder
 from engine.outline import ModelError, resolve
 
 CPU = torch.device("cpu")
@@ -122,29 +122,6 @@ def test_half_precision_is_close_to_single(tmp_path: Path) -> None:
     logits = logits_in_pieces(load(tmp_path, torch.bfloat16), tokens, [30, 1, 9], list(range(40)))
     error = (logits.float() - expected).abs().mean()
     assert error < 0.1 * expected.std()
-
-
-@pytest.mark.parametrize("runs", [[(0, 30)], [(5, 10), (40, 41), (20, 44)]], ids=["one run", "three runs"])
-def test_attention_is_softmax_over_all_runs(runs: list[tuple[int, int]]) -> None:
-    generator = torch.Generator().manual_seed(0)
-    keys, values = torch.randn(2, 2, 50, 8, generator=generator)  # each [kv_heads, slots, head_size]
-    known = torch.cat([torch.arange(start, stop) for start, stop in runs])
-
-    def expected(query: torch.Tensor, seen_keys: torch.Tensor, seen_values: torch.Tensor) -> torch.Tensor:
-        return torch.softmax(query @ seen_keys.transpose(1, 2), -1) @ seen_values
-
-    query = torch.randn(2, 3, 8, generator=generator)  # [kv_heads, group, head_size]
-    out = torch.empty_like(query)
-    attend_one(query, keys.transpose(1, 2), values, runs, out=out)
-    assert torch.allclose(out, expected(query, keys[:, known], values[:, known]), atol=1e-5)
-
-    queries = torch.randn(4, 2, 3, 8, generator=generator)
-    new_keys, new_values = torch.randn(2, 2, 4, 8, generator=generator)
-    attended = attend_many(queries, new_keys, new_values, keys, values, runs)
-    for new in range(4):
-        seen_keys = torch.cat([keys[:, known], new_keys[:, : new + 1]], 1)
-        seen_values = torch.cat([values[:, known], new_values[:, : new + 1]], 1)
-        assert torch.allclose(attended[new], expected(queries[new], seen_keys, seen_values), atol=1e-5)
 
 
 def test_a_sharded_checkpoint_is_read_by_its_index(tmp_path: Path) -> None:
