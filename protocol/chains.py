@@ -145,11 +145,7 @@ def connection_expired() -> RequestError:
 
 
 def continuation(state: RunState) -> wire.Create:
-    """A request that continues this Response with its settings, and has no input yet."""
+    """A request that continues this Response of one leg with its settings, and has no input yet."""
     return msgspec.structs.replace(
-        state.request,
-        previous_response_id=state.id,
-        lifecycle=state.lifecycle,
-        generate=None,
-        event_id=None,
+        state.request, previous_response_id=state.id, lifecycle="chained", generate=None, event_id=None
     )
