@@ -4,10 +4,10 @@ Knows slots and one layer's tensors; not blocks, sequences or weights.
 
 Strategy. A single token (decoding) reads each run as a view, writes its scores against all runs side by side
 and takes one softmax over them. On a small model and a short context that is calls and hardly any work, so
-decoding sequences of similar length attend together: keys, and then values, are gathered and padded to the
-longest, and multiplied at once. A longer part (prefill) attends to every earlier run and, causally, to
-itself, each with its log-sum-exp, and the partial results are merged by it. Query heads that share a key head
-are rows of one product: with grouped heads nothing is repeated.
+decoding sequences that are short and of similar length attend together: keys, and then values, are gathered,
+padded to the longest, and multiplied at once. A longer part (prefill) attends to every earlier run and,
+causally, to itself, each with its log-sum-exp, and the partial results are merged by it. Query heads that
+share a key head are rows of one product: with grouped heads nothing is repeated.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch
 
 SlotRuns = list[tuple[int, int]]
 
+MOST_TOGETHER = 256  # tokens of a sequence: to copy the keys and values of more costs more than calls do
 MOST_PADDING = 128  # tokens: to gather and multiply these costs less than the calls of a sequence alone
 ROOM_BYTES = 1 << 19  # to gather keys in, then values: a core's cache holds it beside what is gathered
 
@@ -41,7 +42,7 @@ class Part(NamedTuple):
 
 
 def group_by_length(parts: Sequence[Part], room: int) -> list[list[Part]]:
-    """Those that had better attend together: neighbours of similar length, each with a single row.
+    """Those that had better attend together: neighbours, short and of similar length, each with a single row.
 
     There is room to gather `room` tokens, padding included.
     """
@@ -50,8 +51,9 @@ def group_by_length(parts: Sequence[Part], room: int) -> list[list[Part]]:
     for part in parts:
         length = part.length
         shortest, longest = min(shortest, length), max(longest, length)
-        joins = groups and part.first_row == next_row and longest - shortest <= MOST_PADDING
-        if joins and (len(groups[-1]) + 1) * longest <= room:
+        alike = longest <= MOST_TOGETHER and longest - shortest <= MOST_PADDING
+        follows = groups and part.first_row == next_row
+        if alike and follows and (len(groups[-1]) + 1) * longest <= room:
             groups[-1].append(part)
         else:
             groups.append([part])
