@@ -12,8 +12,8 @@ from functools import partial
 import msgspec
 
 from protocol import steering, wire
-from protocol.access import Caller
 from protocol.appended import required_input
+from protocol.edge.access import Caller
 from protocol.errors import RequestError
 from protocol.lanes import Lane, named
 from protocol.outbox import Outbox

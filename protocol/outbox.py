@@ -13,9 +13,9 @@ from time import monotonic
 
 import trio
 
+from protocol.edge.socket import Socket
 from protocol.lanes import Lane, Unasked
 from protocol.log import EventsExpired
-from protocol.socket import Socket
 
 MAX_ANSWERS = 64  # frames that wait to be sent: a client that has more made and reads none is flooding
 

@@ -19,12 +19,12 @@ import trio
 from engine.handle import Engine, EngineUnavailable, ProcessEngine
 from engine.messages import EngineConfig
 from protocol import snapshot, wire
-from protocol.access import Caller
 from protocol.counting import count_input
 from protocol.dialects.load import DialectError, load_dialect
+from protocol.edge.access import Caller
+from protocol.edge.metrics import Sections
 from protocol.errors import RequestError, overloaded
 from protocol.ledger import Ledger
-from protocol.metrics import Sections
 from protocol.models import Model, ScriptError, load_models, load_scripts
 from protocol.past import NOTHING, Past, Shelf, not_found
 from protocol.response import Run

@@ -22,7 +22,7 @@ import msgspec
 import structlog
 import trio
 
-from protocol.metrics import Value
+from protocol.edge.metrics import Value
 
 FILE_NAME = "responses.sqlite"
 SCHEMA_VERSION = 1

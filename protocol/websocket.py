@@ -17,15 +17,15 @@ import structlog
 import trio
 
 from protocol import steering, wire
-from protocol.access import Caller
 from protocol.chains import Chains, connection_expired, continuation
+from protocol.edge.access import Caller
+from protocol.edge.socket import BinaryFrame, Socket, SocketClosed
 from protocol.errors import RequestError, nested_too_deeply, server_error
 from protocol.lanes import Lane, named, taken_over
 from protocol.outbox import Outbox
 from protocol.past import Past
 from protocol.response import Run, nothing_to_append_to
 from protocol.service import Service
-from protocol.socket import BinaryFrame, Socket, SocketClosed
 from protocol.state import Phase
 from protocol.work import Work
 

@@ -1,6 +1,6 @@
 """Give an agent a task: a model of a running server, with tools that work in one folder.
 
-This file knows options, signals and exit codes; the loop is protocol/agent.py, the picture timeline.py, the
+This file knows options, signals and exit codes; the loop is protocol/client/agent.py, the picture timeline.py, the
 tools tools.py. The exit code is 0 only for a completed run: 1 for any other end, 2 for wrong options, 130
 after Ctrl-C.
 """
@@ -19,8 +19,8 @@ from typing import Any
 import trio
 from rich.console import Console
 
-from protocol.agent import AgentResult, run_agent
 from protocol.client import ClientError, ConnectionLost, connect, list_models
+from protocol.client.agent import AgentResult, run_agent
 from scripts.timeline import Timeline
 from scripts.tools import TOOLS, Workspace
 

@@ -46,10 +46,10 @@ from engine.messages import (
 )
 from engine.scheduler import Scheduler
 from protocol.client import Connection, Run, connect
+from protocol.client.views import Event as ServerEvent
 from protocol.dialects.load import load_dialect
 from protocol.ledger import Ledger
 from protocol.settings import EMBEDDED_MODEL
-from protocol.views import Event as ServerEvent
 from protocol.wire import FunctionCallOutput, parse_items, parse_tools
 from scripts.local_server import LocalServer, local_server
 

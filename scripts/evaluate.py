@@ -23,8 +23,8 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from protocol.agent import AgentResult, run_agent
 from protocol.client import Connection, connect, list_models
+from protocol.client.agent import AgentResult, run_agent
 from scripts.kinds import draw_task_of
 from scripts.local_server import local_server
 from scripts.tools import TOOLS, Workspace

@@ -20,14 +20,14 @@ from typing import Any, get_args
 import structlog
 import trio
 
-from protocol.logs import set_up_logging
+from protocol.edge.logs import set_up_logging
+from protocol.edge.rest import Rest
+from protocol.edge.server import ListenError, Server
+from protocol.edge.tls import CertificateError
 from protocol.models import ScriptError
-from protocol.rest import Rest
-from protocol.server import ListenError, Server
 from protocol.service import Service
 from protocol.settings import Device, Dtype, Lifecycle, LogFormat, LogLevel, Settings, SettingsError
 from protocol.store import StoreError
-from protocol.tls import CertificateError
 from protocol.websocket import serve_connection
 
 KEYS_VARIABLE = "FERMATA_API_KEYS"

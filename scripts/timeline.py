@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from protocol.agent import AgentResult, Call, Leg, Tokens
+from protocol.client.agent import AgentResult, Call, Leg, Tokens
 
 FRAME = 0.08  # s between two drawings of the live leg
 PLAIN_WIDTH = 100  # characters of a line where there is no terminal

@@ -11,13 +11,13 @@ import trio
 import trio.testing
 from trio_websocket import WebSocketConnection, wrap_client_stream
 
-from protocol.access import Caller
-from protocol.backend import HttpHandler
-from protocol.http import Exchange, Reply
-from protocol.metrics import Sections
-from protocol.server import Server
+from protocol.edge.access import Caller
+from protocol.edge.backend import HttpHandler
+from protocol.edge.http import Exchange, Reply
+from protocol.edge.metrics import Sections
+from protocol.edge.server import Server
+from protocol.edge.socket import Socket, SocketClosed
 from protocol.settings import Settings
-from protocol.socket import Socket, SocketClosed
 
 DEADLINE = 120.0  # s; of a connection in a test, on whatever clock
 MODELS = [{"id": "tiny", "object": "model", "created": 0, "owned_by": "fermata"}, {"id": "org/large"}]

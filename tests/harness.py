@@ -4,7 +4,8 @@ sockets in memory.
 It knows what the server's edge does with a socket, and nothing of what a test expects. Strategy: everything
 is deterministic and nothing sleeps. The engine steps in the test's own loop, so a virtual clock
 (`autojump_clock`) moves only when nobody has anything to do, and a test that would wait for ever runs into
-`DEADLINE` at once. A `FakeSocket` has the four verbs of `protocol.socket.Socket`; its `Peer` is the client.
+`DEADLINE` at once. A `FakeSocket` has the four verbs of `protocol.edge.socket.Socket`; its `Peer` is the
+client.
 
     look = [[said("let me look"), call("read_file", path="a")], [said("done")]]
     async with serving({"look": look}) as bench:
@@ -35,14 +36,14 @@ import protocol.service
 from engine.handle import EngineUnavailable, InlineEngine
 from engine.messages import EngineConfig, Sampling, Step
 from engine.scheduler import Scheduler
-from protocol.access import LOCAL, Caller
 from protocol.dialects.base import CallDelta, CallEnded, CallStarted, Dialect, Parsed, Parser, TextDelta
 from protocol.dialects.load import load_dialect
+from protocol.edge.access import LOCAL, Caller
+from protocol.edge.socket import BinaryFrame, Socket, SocketClosed
 from protocol.models import Model
 from protocol.response import Run
 from protocol.service import Service
 from protocol.settings import Settings
-from protocol.socket import BinaryFrame, Socket, SocketClosed
 from protocol.websocket import serve_connection
 from protocol.wire import Tool
 
@@ -109,7 +110,7 @@ def answer(required: Json, output: str = "1") -> Json:
 
 
 class FakeSocket:
-    """`protocol.socket.Socket` in memory. The client's end is `Peer`."""
+    """`protocol.edge.socket.Socket` in memory. The client's end is `Peer`."""
 
     def __init__(self, *, send_timeout: float) -> None:
         self.to_server: deque[str | bytes] = deque()

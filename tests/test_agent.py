@@ -24,10 +24,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from protocol.agent import AgentResult, Call, Leg, Tokens, run_agent
 from protocol.client import Connection, ConnectionLost, ServerError, connect
-from protocol.rest import Rest
-from protocol.server import Server
+from protocol.client.agent import AgentResult, Call, Leg, Tokens, run_agent
+from protocol.edge.rest import Rest
+from protocol.edge.server import Server
 from protocol.settings import Settings
 from protocol.websocket import serve_connection
 from scripts import agent, cli

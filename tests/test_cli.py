@@ -289,7 +289,7 @@ def test_the_server_answers_while_the_engine_loads_and_never_imports_torch(start
 
 LOGGING = """
 import logging, sys, structlog
-from protocol.logs import set_up_logging
+from protocol.edge.logs import set_up_logging
 set_up_logging(sys.argv[1], "info", sys.stdout)
 log = structlog.get_logger()
 with structlog.contextvars.bound_contextvars(connection="conn_1"):

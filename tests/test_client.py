@@ -14,9 +14,10 @@ import trio.testing
 from fake_responses import Peer, function_call, peer_over, required, response
 from trio_websocket import ConnectionClosed, wrap_server_stream
 
-from protocol import client, client_run
 from protocol.client import Connection, ConnectionLost, Run, ServerError, connect, list_models
-from protocol.views import Event, decode_event
+from protocol.client import connection as client
+from protocol.client import run as client_run
+from protocol.client.views import Event, decode_event
 
 URL = "ws://fake.test/v1/responses"
 

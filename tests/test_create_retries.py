@@ -5,7 +5,7 @@ from __future__ import annotations
 import trio
 import trio.testing
 
-from protocol.access import Caller
+from protocol.edge.access import Caller
 from tests.harness import (
     Json,
     Peer,

@@ -12,8 +12,8 @@ import trio
 import trio.testing
 from trio_websocket import ConnectionClosed, wrap_client_stream
 
+from protocol.edge.socket import BinaryFrame, Socket, SocketClosed, open_socket
 from protocol.settings import Settings
-from protocol.socket import BinaryFrame, Socket, SocketClosed, open_socket
 from tests.harness import (
     FakeSocket,
     Peer,

@@ -10,9 +10,9 @@ from edge_fakes import FakeBackend, ask, get, make_server, over_memory, read_rep
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protocol.http import HEAD_LIMIT, HttpConnection, Request, _path_of
-from protocol.metrics import Exposition, Histogram
-from protocol.server import Server
+from protocol.edge.http import HEAD_LIMIT, HttpConnection, Request, _path_of
+from protocol.edge.metrics import Exposition, Histogram
+from protocol.edge.server import Server
 
 KEY = "sk-fermata-test"
 HEALTH = get("/healthz")

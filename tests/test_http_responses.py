@@ -19,10 +19,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from strict_sdk import check_event
 
-from protocol.http import PIPELINED_LIMIT, READ_SIZE
+from protocol.edge.http import PIPELINED_LIMIT, READ_SIZE
+from protocol.edge.rest import Rest
+from protocol.edge.server import Server
 from protocol.log import EventLog
-from protocol.rest import Rest
-from protocol.server import Server
 from protocol.settings import Settings
 from protocol.websocket import serve_connection
 

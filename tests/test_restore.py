@@ -18,7 +18,7 @@ import pytest
 import trio
 
 from protocol import wire
-from protocol.access import LOCAL
+from protocol.edge.access import LOCAL
 from protocol.response import Run
 from protocol.state import MOVES, Phase, RunState
 from protocol.work import Work

@@ -26,8 +26,8 @@ from trio_websocket import ConnectionClosed
 from wsproto import Connection, ConnectionType
 from wsproto.events import CloseConnection, Ping, TextMessage
 
-from protocol.server import ListenError
-from protocol.socket import Socket
+from protocol.edge.server import ListenError
+from protocol.edge.socket import Socket
 
 HEALTH = get("/healthz")
 _client = Connection(ConnectionType.CLIENT)

@@ -16,7 +16,7 @@ from wsproto import Connection, ConnectionType
 from wsproto.events import BytesMessage, CloseConnection, Event, Ping, Pong, TextMessage
 from wsproto.frame_protocol import FrameProtocol, Opcode
 
-from protocol.socket import BinaryFrame, Socket, SocketClosed
+from protocol.edge.socket import BinaryFrame, Socket, SocketClosed
 
 GREETING = "local False"
 Clock = trio.testing.MockClock

@@ -24,9 +24,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from trio_websocket import ConnectionClosed
 
-from protocol.server import Server
+from protocol.edge.server import Server
+from protocol.edge.tls import CertificateError, server_context
 from protocol.settings import Settings, SettingsError
-from protocol.tls import CertificateError, server_context
 from scripts import cli
 
 FOLDER = Path(__file__).parent / "tls"

@@ -15,8 +15,8 @@ from typing import Any, Protocol, TypeAlias
 
 import trio
 
-from protocol.client_errors import ClientError, ConnectionLost, ServerError, server_error
-from protocol.views import Event
+from protocol.client.errors import ClientError, ConnectionLost, ServerError, server_error
+from protocol.client.views import Event
 
 INBOX = 1024  # events of one run that wait to be read
 STALL_TIMEOUT = 10.0  # s that a full inbox may stop the reader; servers miss a pong after 20 s

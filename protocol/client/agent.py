@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeAlias
 import trio
 
 from protocol.client import Connection, Items, Run
-from protocol.views import Event, Item
+from protocol.client.views import Event, Item
 from protocol.wire import RequiredInput
 
 Tool: TypeAlias = Callable[[str, str], Awaitable[str]]

@@ -12,10 +12,10 @@ from urllib.parse import unquote
 
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from protocol.backend import Backend
+from protocol.edge.backend import Backend
+from protocol.edge.http import Reply, Request, error_reply, json_reply
+from protocol.edge.metrics import Exposition
 from protocol.errors import RequestError
-from protocol.http import Reply, Request, error_reply, json_reply
-from protocol.metrics import Exposition
 
 RESPONSES_PATH = "/responses"
 MODELS_PATH = "/models"

@@ -21,7 +21,7 @@ import trio
 from trio_websocket import ConnectionClosed, ConnectionRejected, WebSocketConnection, wrap_client_stream
 from wsproto.utilities import ProtocolError
 
-from protocol.client_errors import (
+from protocol.client.errors import (
     ClientError,
     ConnectionLost,
     ServerError,
@@ -29,8 +29,8 @@ from protocol.client_errors import (
     refusal,
     server_error,
 )
-from protocol.client_run import Frame, Items, Run
-from protocol.views import decode_event
+from protocol.client.run import Frame, Items, Run
+from protocol.client.views import decode_event
 
 MAX_MESSAGE_SIZE = 64 * 2**20  # characters; a terminal event carries every item of its run
 RECEIVE_BUFFER = 64 * 2**10  # bytes; the library's 4 KiB cost 2.5 times as much for a large frame

@@ -16,8 +16,8 @@ import hmac
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
+from protocol.edge.http import Request
 from protocol.errors import RequestError
-from protocol.http import Request
 from protocol.settings import Settings
 
 LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})

@@ -21,14 +21,14 @@ import structlog
 import trio
 
 from protocol import wire
-from protocol.access import Caller
+from protocol.edge.access import Caller
+from protocol.edge.http import Exchange, Reply, error_reply, json_reply
+from protocol.edge.listing import input_page
+from protocol.edge.routes import RESPONSES_PATH, nothing_at, route_of, wrong_method
 from protocol.errors import RequestError, nested_too_deeply, server_error
-from protocol.http import Exchange, Reply, error_reply, json_reply
 from protocol.lanes import Lane, events_expired
-from protocol.listing import input_page
 from protocol.log import Cursor, EventsExpired
 from protocol.response import Run
-from protocol.routes import RESPONSES_PATH, nothing_at, route_of, wrong_method
 from protocol.service import Service
 from protocol.state import RunState
 from protocol.store import Record
@@ -37,7 +37,7 @@ SEND_SIZE = 64 * 1024  # bytes of events that go out together when so many are t
 
 Handler: TypeAlias = Callable[[Exchange, Caller], Awaitable[Reply | None]]
 
-log: structlog.stdlib.BoundLogger = structlog.get_logger("protocol.rest")
+log: structlog.stdlib.BoundLogger = structlog.get_logger("protocol.edge.rest")
 
 
 class Rest:

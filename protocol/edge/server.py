@@ -1,8 +1,9 @@
 """One port for HTTP and WebSocket: accept, read a head, answer it or upgrade. It knows nothing of Responses.
 
-Strategy: one task a connection, inside a guard that nothing but cancellation gets out of, since an
-exception in a handler would end the server. HTTP is `protocol.http`, what follows an upgrade
-`protocol.socket`; who may do either is decided from the head alone, before a body is read or a 101 is sent.
+Strategy: one task a connection, inside a guard that nothing but cancellation gets out of, since an exception
+in a handler would end the server. HTTP is `protocol.edge.http`, what follows an upgrade
+`protocol.edge.socket`; who may do either is decided from the head alone, before a body is read or a 101 is
+sent.
 
 Shutdown in order: stop accepting; close the connections that wait for a request; let the backend finish its
 work, up to the grace period; close the sockets with 1001; end the backend.
@@ -21,10 +22,9 @@ from itertools import count
 import structlog
 import trio
 
-from protocol.access import Access, Caller
-from protocol.backend import Backend, HttpHandler, SocketHandler
-from protocol.errors import RequestError, overloaded, server_error
-from protocol.http import (
+from protocol.edge.access import Access, Caller
+from protocol.edge.backend import Backend, HttpHandler, SocketHandler
+from protocol.edge.http import (
     HEAD_TIMEOUT,
     IDLE_TIMEOUT,
     Exchange,
@@ -34,11 +34,12 @@ from protocol.http import (
     error_reply,
     linger,
 )
-from protocol.metrics import Exposition, LatenessProbe, Sections, Value
-from protocol.routes import RESPONSES_PATH, answer, is_of_responses, route_of
+from protocol.edge.metrics import Exposition, LatenessProbe, Sections, Value
+from protocol.edge.routes import RESPONSES_PATH, answer, is_of_responses, route_of
+from protocol.edge.socket import SocketClosed, open_socket
+from protocol.edge.tls import secured, server_context
+from protocol.errors import RequestError, overloaded, server_error
 from protocol.settings import Settings
-from protocol.socket import SocketClosed, open_socket
-from protocol.tls import secured, server_context
 
 # The beta header of the only clients that speak the prototype's `response.append` and nothing newer.
 PROTOTYPE_BETA = "responses_websockets=2026-02-04"

@@ -6,10 +6,10 @@ from typing import Any, Protocol
 
 import trio
 
-from protocol.access import Caller
-from protocol.http import Exchange, Reply
-from protocol.metrics import Sections
-from protocol.socket import Socket
+from protocol.edge.access import Caller
+from protocol.edge.http import Exchange, Reply
+from protocol.edge.metrics import Sections
+from protocol.edge.socket import Socket
 
 
 class Backend(Protocol):
@@ -37,7 +37,7 @@ class Backend(Protocol):
 
 
 class HttpHandler(Protocol):
-    """What answers the requests that have to do with Responses: `protocol.rest.Rest`."""
+    """What answers the requests that have to do with Responses: `protocol.edge.rest.Rest`."""
 
     async def __call__(self, exchange: Exchange, *, caller: Caller) -> Reply | None:
         """The whole reply; None if it was sent in parts. Raises RequestError, until a part is sent.

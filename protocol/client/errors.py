@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from protocol.views import Event, Reason
+from protocol.client.views import Event, Reason
 
 
 class ClientError(Exception):
