@@ -18,6 +18,7 @@ import select
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Protocol
@@ -25,12 +26,31 @@ from typing import Protocol
 import msgspec
 
 from engine import frames
-from engine.messages import Command, Commands, EngineConfig, FromEngine, ModelInfo, Ready, Step, Unusable
+from engine.messages import (
+    Command,
+    Commands,
+    EngineConfig,
+    EngineStatistics,
+    Event,
+    FromEngine,
+    ModelInfo,
+    Ready,
+    Sampled,
+    Step,
+    Unusable,
+)
 
 PROCESS_NAME = "fermata-engine"  # Linux shows 15 characters
 COLLECT_AFTER = (
     1.0  # seconds without work; held runs come back from their tools sooner and must not wait for it
 )
+
+
+# Seconds that sampled tokens wait for others, so that a fast model's tokens come several to a message: a
+# message costs
+# the two processes more than a small model's token. No delta is late by more, and a leg's end or beginning by
+# nothing.
+GATHER = 0.002
 
 
 class AnyScheduler(Protocol):
@@ -106,13 +126,51 @@ class Channel:
         return received
 
 
+class Report:
+    """What the server was not told yet. Sampled tokens may wait a moment for others, nothing else may."""
+
+    def __init__(self) -> None:
+        self._events: list[Event] = []
+        self._tokens: dict[int, list[int]] = {}  # of each sequence, in its event
+        self._statistics = EngineStatistics()
+        self._is_urgent = False
+        self._last_sent = 0.0
+
+    def add(self, step: Step) -> None:
+        """One more step. Its events come after those before it; tokens of one sequence become one event."""
+        self._statistics = step.statistics
+        for event in step.events:
+            if not isinstance(event, Sampled):
+                self._is_urgent = True
+                self._events.append(event)
+            elif (tokens := self._tokens.get(event.sequence)) is not None:
+                tokens += event.tokens
+            else:
+                self._tokens[event.sequence] = list(event.tokens)
+                self._events.append(Sampled(event.sequence, self._tokens[event.sequence]))
+
+    def is_due(self, seconds_to_next: float) -> bool:
+        """Whether to send now, if the next step can bring something only in so many seconds."""
+        if not self._events:
+            return False
+        return self._is_urgent or time.monotonic() + seconds_to_next >= self._last_sent + GATHER
+
+    def take(self) -> Step:
+        """All of it, as one step."""
+        step = Step(self._events, self._statistics)
+        self._events, self._tokens, self._is_urgent = [], {}, False
+        self._last_sent = time.monotonic()
+        return step
+
+
 def serve(channel: Channel, scheduler: AnyScheduler) -> None:
     """Carry commands to the scheduler and its steps back, until `ServerGone`.
 
-    A step without events is sent only when it was the last for now, so that the server's statistics are
-    those of the idle engine.
+    Steps without events are not sent, but for the last one before there is nothing to do: the server's
+    statistics are then those of the idle engine.
     """
     decoder = msgspec.msgpack.Decoder(Commands)
+    report = Report()
     while True:
         if scheduler.has_work:
             seconds = seconds_until_due(scheduler)
@@ -123,9 +181,9 @@ def serve(channel: Channel, scheduler: AnyScheduler) -> None:
             payloads = _receive_while_idle(channel)
         for payload in payloads:
             scheduler.submit(decoder.decode(payload).commands)
-        step = scheduler.step()
-        if step.events or not scheduler.has_work:
-            channel.send(step)
+        report.add(scheduler.step())
+        if not scheduler.has_work or report.is_due(seconds_until_due(scheduler)):
+            channel.send(report.take())
 
 
 def _receive_while_idle(channel: Channel) -> list[bytearray]:

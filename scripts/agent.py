@@ -1,8 +1,8 @@
 """Give an agent a task: a model of a running server, with tools that work in one folder.
 
-This file knows options, signals and exit codes; protocol/client/agent.py is the loop, timeline.py the picture,
-the tools tools.py. The exit code is 0 only for a completed run: 1 for any other end, 2 for wrong options, 130
-after Ctrl-C.
+This file knows options, signals and exit codes; the loop is protocol/client/agent.py, the tools tools.py, the
+picture timeline.py. The exit code is 0 only for a completed run: 1 for any other end, 2 for wrong options,
+130 after Ctrl-C.
 """
 
 from __future__ import annotations

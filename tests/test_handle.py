@@ -24,7 +24,7 @@ import trio.testing
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine import frames, handle
+from engine import frames, handle, worker
 from engine.handle import (
     Engine,
     EngineSequence,
@@ -684,6 +684,32 @@ async def test_the_process_ends_when_the_server_is_killed(engine_is: str) -> Non
         await server.wait()
 
 
+# What the worker sends, and when
+
+
+def test_sampled_tokens_wait_for_others_and_nothing_else_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(worker.time, "monotonic", lambda: now)
+    report = worker.Report()
+    report.add(Step([], EngineStatistics(steps=1)))
+    assert not report.is_due(0.0), "nothing to tell"
+    report.add(Step([Sampled(1, [7])], EngineStatistics(steps=2)))
+    assert report.is_due(0.0), "nothing was sent for long"
+    assert report.take() == Step([Sampled(1, [7])], EngineStatistics(steps=2))
+    for token in (8, 9):
+        report.add(Step([Sampled(1, [token]), Sampled(2, [token])], EngineStatistics(steps=token)))
+        assert not report.is_due(0.0)
+    assert report.is_due(worker.GATHER), "nothing else comes meanwhile"
+    now += worker.GATHER
+    assert report.is_due(0.0)
+    assert report.take().events == [Sampled(1, [8, 9]), Sampled(2, [8, 9])]
+    report.add(Step([Sampled(1, [10])], EngineStatistics()))
+    report.add(Step([Sampled(1, [11]), Stopped(1, "stop", 0.0)], EngineStatistics()))
+    assert report.is_due(0.0), "the end of a leg waits for nothing"
+    assert report.take().events == [Sampled(1, [10, 11]), Stopped(1, "stop", 0.0)]
+    assert not report.is_due(0.0)
+
+
 # The worker, spoken to directly
 
 
@@ -704,7 +730,7 @@ def test_the_worker_says_ready_answers_and_ends_with_its_socket() -> None:
     ours, theirs = socket.socketpair()
     with ours:
         with theirs:
-            worker = subprocess.Popen([*WORKER, str(theirs.fileno()), FAKE], pass_fds=[theirs.fileno()])
+            process = subprocess.Popen([*WORKER, str(theirs.fileno()), FAKE], pass_fds=[theirs.fileno()])
         ours.settimeout(DEADLINE)
         reader = frames.FrameReader()
         ours.sendall(frames.encode(CONFIG))
@@ -718,4 +744,4 @@ def test_the_worker_says_ready_answers_and_ends_with_its_socket() -> None:
         message = msgspec.msgpack.decode(payload, type=FromEngine)
         assert isinstance(message, Step)
         assert message.events == []
-    assert worker.wait(DEADLINE) == 0
+    assert process.wait(DEADLINE) == 0
