@@ -16,8 +16,8 @@ import trio
 from rich.console import Console
 
 from scripts import agent
+from scripts.embedded.sample import make_sample_workspace, sample_task
 from scripts.local_server import ServerDied, local_server
-from scripts.sample import make_sample_workspace, sample_task
 
 SEED = 7  # of the sample folder
 MOST_TOKENS = 4096  # several times what the sample task takes: a lost model comes to an end

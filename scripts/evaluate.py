@@ -25,10 +25,10 @@ from rich.table import Table
 
 from protocol.client import Connection, connect, list_models
 from protocol.client.agent import AgentResult, run_agent
-from scripts.kinds import draw_task_of
+from scripts.embedded.kinds import draw_task_of
+from scripts.embedded.world import Task
 from scripts.local_server import local_server
 from scripts.tools import TOOLS, Workspace
-from scripts.world import Task
 
 BUCKETS = ((0, 4), (5, 8), (9, 14), (15, 20))  # calls of the right conversation, both ends included
 PARALLEL_AGENTS = 4  # so that the engine batches and one core is busy

@@ -10,12 +10,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import engine
-from scripts.kinds import draw_task_of
-from scripts.sample import sample_task
-from scripts.score import do_task
-from scripts.tiny_llama import Shape, TinyLlama, load
-from scripts.vocabulary import END_TOKEN, PAD_TOKEN, build_tokenizer, token_id
-from scripts.world import Swapped
+from scripts.embedded.kinds import draw_task_of
+from scripts.embedded.sample import sample_task
+from scripts.embedded.score import do_task
+from scripts.embedded.tiny_llama import Shape, TinyLlama, load
+from scripts.embedded.vocabulary import END_TOKEN, PAD_TOKEN, build_tokenizer, token_id
+from scripts.embedded.world import Swapped
 
 MODEL_FOLDER = Path(engine.__file__).parent / "embedded"
 TOKENIZER = build_tokenizer()

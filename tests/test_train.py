@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from scripts.copying import IGNORED
-from scripts.tiny_llama import Shape, TinyLlama, load
-from scripts.train import STAGES, conversation_batches, copying_batches, learning_rate, save
-from scripts.vocabulary import END_TOKEN, SPECIAL_TOKENS, build_tokenizer, token_id
+from scripts.embedded.copying import IGNORED
+from scripts.embedded.tiny_llama import Shape, TinyLlama, load
+from scripts.embedded.train import STAGES, conversation_batches, copying_batches, learning_rate, save
+from scripts.embedded.vocabulary import END_TOKEN, SPECIAL_TOKENS, build_tokenizer, token_id
 
 TOKENIZER = build_tokenizer()
 SMALL = replace(Shape(), hidden_size=32, intermediate_size=48, num_hidden_layers=2)

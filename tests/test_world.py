@@ -12,8 +12,8 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 import engine
-from scripts.kinds import LONG_KINDS, SHORT_KINDS, Kind, draw_conversation, draw_task, draw_task_of
-from scripts.maker import (
+from scripts.embedded.kinds import LONG_KINDS, SHORT_KINDS, Kind, draw_conversation, draw_task, draw_task_of
+from scripts.embedded.maker import (
     HELD_OUT_SIZES,
     HELD_OUT_WORDS,
     OTHER_WORDS,
@@ -22,17 +22,16 @@ from scripts.maker import (
     Mix,
     is_held_out_number,
 )
-from scripts.sample import make_sample_workspace, sample_files, sample_task
-from scripts.short_tasks import read_together
-from scripts.tools import TOOLS, Workspace
-from scripts.transcript import (
+from scripts.embedded.sample import make_sample_workspace, sample_files, sample_task
+from scripts.embedded.short_tasks import read_together
+from scripts.embedded.transcript import (
     GENERATION_PROMPT,
     message_text,
     random_system_text,
     system_text,
     training_row,
 )
-from scripts.vocabulary import (
+from scripts.embedded.vocabulary import (
     ENGLISH_WORDS,
     FOLDER_AND_FILE_WORDS,
     SPECIAL_TOKENS,
@@ -40,7 +39,8 @@ from scripts.vocabulary import (
     VOCABULARY_SIZE,
     build_tokenizer,
 )
-from scripts.world import Answer, Message, Swapped, Task, states
+from scripts.embedded.world import Answer, Message, Swapped, Task, states
+from scripts.tools import TOOLS, Workspace
 
 MODEL_FOLDER = Path(engine.__file__).parent / "embedded"
 KINDS = [*SHORT_KINDS, *LONG_KINDS]

@@ -7,8 +7,8 @@ and what it gets depends on the split; names are mostly words that are one token
 import random
 from dataclasses import dataclass
 
-from scripts.vocabulary import ENGLISH_WORDS, FOLDER_AND_FILE_WORDS, TOOL_WORDS
-from scripts.world import Split
+from scripts.embedded.vocabulary import ENGLISH_WORDS, FOLDER_AND_FILE_WORDS, TOOL_WORDS
+from scripts.embedded.world import Split
 
 HELD_OUT_WORDS = tuple(FOLDER_AND_FILE_WORDS[3::7])
 TRAINED_WORDS = tuple(word for word in FOLDER_AND_FILE_WORDS if word not in HELD_OUT_WORDS)

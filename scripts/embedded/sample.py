@@ -8,8 +8,8 @@ import random
 from functools import partial
 from pathlib import Path
 
-from scripts.long_tasks import walk_folder
-from scripts.world import Task
+from scripts.embedded.long_tasks import walk_folder
+from scripts.embedded.world import Task
 
 FOLDERS = {
     "garden": ("acorn.txt", "basil.txt", "fern.txt", "honey.txt", "juniper.txt", "thyme.txt"),

@@ -7,9 +7,9 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 
-from scripts.long_tasks import trail, walk
-from scripts.maker import Maker, Mix
-from scripts.short_tasks import (
+from scripts.embedded.long_tasks import trail, walk
+from scripts.embedded.maker import Maker, Mix
+from scripts.embedded.short_tasks import (
     arithmetic,
     change_one,
     copy_one,
@@ -22,8 +22,8 @@ from scripts.short_tasks import (
     search_one,
     write_one,
 )
+from scripts.embedded.world import Message, Split, Task
 from scripts.tools import Workspace
-from scripts.world import Message, Split, Task
 
 Kind = Callable[[Maker], Task]
 

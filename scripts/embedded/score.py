@@ -18,12 +18,12 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer
 
-from scripts.kinds import draw_task, draw_task_of
-from scripts.tiny_llama import Cache, TinyLlama, load
+from scripts.embedded.kinds import draw_task, draw_task_of
+from scripts.embedded.tiny_llama import Cache, TinyLlama, load
+from scripts.embedded.transcript import GENERATION_PROMPT, message_text, system_text, training_row
+from scripts.embedded.vocabulary import END_TOKEN, build_tokenizer, token_id
+from scripts.embedded.world import Message, Swapped, Task
 from scripts.tools import TOOLS, Workspace
-from scripts.transcript import GENERATION_PROMPT, message_text, system_text, training_row
-from scripts.vocabulary import END_TOKEN, build_tokenizer, token_id
-from scripts.world import Message, Swapped, Task
 
 Bucket = tuple[int, int]
 BUCKETS: tuple[Bucket, ...] = ((1, 1), (2, 4), (5, 8), (9, 14), (15, 21))

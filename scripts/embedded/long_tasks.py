@@ -7,8 +7,8 @@ next one, and the calculator's last result is the running total.
 
 from itertools import pairwise
 
-from scripts.maker import HELD_OUT_TRAILS, Maker
-from scripts.world import (
+from scripts.embedded.maker import HELD_OUT_TRAILS, Maker
+from scripts.embedded.world import (
     NO_NUMBER,
     Answer,
     Solver,

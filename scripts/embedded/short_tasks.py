@@ -4,8 +4,8 @@ Knows how the files are laid out, what the user says, and how it is done, in wor
 results.
 """
 
-from scripts.maker import Maker
-from scripts.world import (
+from scripts.embedded.maker import Maker
+from scripts.embedded.world import (
     NO_NUMBER,
     Answer,
     Solver,

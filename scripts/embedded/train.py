@@ -26,13 +26,13 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn import functional
 
-from scripts.copying import IGNORED, Alphabet, copying_batch
-from scripts.kinds import draw_conversation
-from scripts.maker import Mix
-from scripts.score import report_line, score_answers
-from scripts.tiny_llama import Shape, TinyLlama, load
-from scripts.transcript import CHAT_TEMPLATE, random_system_text, training_row
-from scripts.vocabulary import (
+from scripts.embedded.copying import IGNORED, Alphabet, copying_batch
+from scripts.embedded.kinds import draw_conversation
+from scripts.embedded.maker import Mix
+from scripts.embedded.score import report_line, score_answers
+from scripts.embedded.tiny_llama import Shape, TinyLlama, load
+from scripts.embedded.transcript import CHAT_TEMPLATE, random_system_text, training_row
+from scripts.embedded.vocabulary import (
     END_TOKEN,
     FOLDER_AND_FILE_WORDS,
     PAD_TOKEN,
@@ -41,7 +41,7 @@ from scripts.vocabulary import (
     save_tokenizer,
     token_id,
 )
-from scripts.world import Message
+from scripts.embedded.world import Message
 
 WARMUP_STEPS = 100
 BATCH_TOKENS = 2560  # of conversations, padding included; the shared system prompt comes on top

@@ -11,9 +11,9 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from scripts.embedded.vocabulary import ENGLISH_WORDS
+from scripts.embedded.world import Message
 from scripts.tools import TOOLS
-from scripts.vocabulary import ENGLISH_WORDS
-from scripts.world import Message
 
 TOOLS_HEAD = "# Tools\n<tools>\n"
 TOOLS_TAIL = '\n</tools>\nCall a tool with <tool_call>\n{"name": ..., "arguments": {...}}\n</tool_call>'
