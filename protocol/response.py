@@ -62,6 +62,7 @@ class Run:
         *,
         model: Model,
         engine: Engine,
+        namespace: str = "",
         filters: Filters | None = None,
         hold_timeout: float,
     ) -> None:
@@ -78,8 +79,9 @@ class Run:
         self._model = model
         self._dialect = model.dialect
         self._engine = engine
+        self._namespace = namespace  # that its KV is shared within
         self._filters = filters or Filters()
-        self._conversation = Conversation(state.ledger, engine, state.owner)
+        self._conversation = Conversation(state.ledger, engine, namespace)
         shown = state.request.tool_choice != "none"
         self._tools = wire.parse_tools(state.request.tools, []) if shown else []
         self._intake = Intake(self._dialect, self._filters, self._tools, limit=model.max_input)
@@ -370,7 +372,7 @@ class Run:
         if kept is not None:
             self._conversation = kept.succeed(fork=False)
         else:
-            self._conversation = Conversation(past.state.ledger.copy(), self._engine, self.state.owner)
+            self._conversation = Conversation(past.state.ledger.copy(), self._engine, self._namespace)
         self.state.ledger = self._conversation.ledger
         self.state.inherited = len(self.state.ledger)
 

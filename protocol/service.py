@@ -153,6 +153,7 @@ class Service:
             state,
             model=model,
             engine=self._engine,
+            namespace="" if self.settings.share_prefix else state.owner,
             hold_timeout=self.settings.hold_timeout,
         )
         self._runs[state.id] = run
@@ -218,8 +219,8 @@ class Service:
         state = RunState.load(record.state)
         if not state.has_taken_in:
             raise not_found(response_id)
-        if record.vocabulary != self._vocabulary:
-            state.ledger = Ledger()  # its tokens mean something else here: the items are rendered again
+        if record.vocabulary != self._vocabulary or self.settings.rehydrate == "items":
+            state.ledger = Ledger()  # its tokens mean something else here, or are not wanted: render items
         return Past(state)
 
     async def count_input(self, request: wire.Create, caller: Caller) -> int:
@@ -358,6 +359,7 @@ def engine_config(settings: Settings) -> EngineConfig:
         dtype=settings.dtype,
         max_context=settings.max_context,
         kv_memory=settings.kv_memory,
+        prefix_cache=settings.prefix_cache == "on",
         pace=settings.pace,
     )
 

@@ -17,6 +17,8 @@ from engine.messages import Pace
 Device: TypeAlias = Literal["auto", "cpu", "cuda"]
 Dtype: TypeAlias = Literal["auto", "float32", "bfloat16", "float16"]
 Lifecycle: TypeAlias = Literal["chained", "held"]
+Switch: TypeAlias = Literal["on", "off"]
+Rehydrate: TypeAlias = Literal["ledger", "items"]
 LogFormat: TypeAlias = Literal["console", "json"]
 LogLevel: TypeAlias = Literal["debug", "info", "warning", "error"]
 
@@ -62,6 +64,9 @@ class Settings:
     max_held: int = 64  # runs that one caller may keep waiting with their KV in memory
     hold_timeout: float = 600.0  # how long a held run waits for its client
     state_dir: Path | None = None  # where Responses are stored; None: in memory, until the process ends
+    prefix_cache: Switch = "on"  # whether KV of ended sequences is found again by content
+    share_prefix: bool = False  # KV is found across keys: `cached_tokens` then tells one what another sent
+    rehydrate: Rehydrate = "ledger"  # what a stored conversation goes on from: its tokens, or its items anew
     max_in_flight: int = 64  # Responses over HTTP that one caller may wait for at once
 
     max_connections: int = 512  # half of the usual limit of open files (1024)
@@ -163,6 +168,8 @@ def _read_pace(engine: str) -> Pace | None:
 
 _CHOICES: dict[str, tuple[str, ...]] = {
     "device": get_args(Device),
+    "prefix_cache": get_args(Switch),
+    "rehydrate": get_args(Rehydrate),
     "dtype": get_args(Dtype),
     "lifecycle": get_args(Lifecycle),
     "log_format": get_args(LogFormat),

@@ -26,7 +26,17 @@ from protocol.edge.server import ListenError, Server
 from protocol.edge.tls import CertificateError
 from protocol.models import ScriptError
 from protocol.service import Service
-from protocol.settings import Device, Dtype, Lifecycle, LogFormat, LogLevel, Settings, SettingsError
+from protocol.settings import (
+    Device,
+    Dtype,
+    Lifecycle,
+    LogFormat,
+    LogLevel,
+    Rehydrate,
+    Settings,
+    SettingsError,
+    Switch,
+)
 from protocol.store import StoreError
 from protocol.websocket import serve_connection
 
@@ -109,6 +119,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
     )
     option("max-in-flight", "responses that one caller may wait for at once over HTTP", type=int, metavar="N")
+    choice("prefix-cache", "find the KV of ended conversations again by content", Switch)
+    parser.add_argument(
+        "--share-prefix",
+        action="store_true",
+        help="find it across keys too: cached_tokens then tells one key what another has sent",
+    )
+    choice("rehydrate", "what a stored conversation goes on from", Rehydrate)
     choice("log-format", "how the log is written, to standard error", LogFormat)
     choice("log-level", "the least that is logged", LogLevel)
     parser.add_argument(
