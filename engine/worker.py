@@ -39,6 +39,7 @@ from engine.messages import (
     Step,
     Unusable,
 )
+from engine.outline import ModelError
 
 PROCESS_NAME = "fermata-engine"  # Linux shows 15 characters
 COLLECT_AFTER = (
@@ -242,7 +243,12 @@ def main(arguments: list[str]) -> None:
                 make_scheduler = _resolve(factory)
                 _limit_threads()
                 scheduler = make_scheduler(config)
-            except Exception as error:
+            except ModelError as error:
+                channel.send(Unusable(message=str(error)))
+                return
+            except (
+                Exception
+            ) as error:  # ours: the server says that it is unusable, the traceback goes to stderr
                 channel.send(Unusable(message=str(error) or type(error).__name__))
                 raise
             _stop_collecting()

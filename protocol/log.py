@@ -19,7 +19,7 @@ from collections.abc import Callable
 import trio
 
 from protocol.errors import RequestError
-from protocol.wire import Delta, ServerEvent, encode, error_frame
+from protocol.wire import Delta, ServerEvent, encode, error_frame, wire_size
 
 LOG_BYTES = 8 << 20  # of encoded events a run keeps; about 40,000 single-token deltas of 200 bytes
 
@@ -38,6 +38,9 @@ class EventLog:
         self._frames: deque[str] = deque()
         self._first = next_number  # number of _frames[0]
         self._open: Delta | None = None  # the newest event, while it may still grow; not yet in _frames
+        self._parts: list[
+            str
+        ] = []  # of its delta: joined once, for a long one may be read by nobody for long
         self._bytes = 0
         self._limit_bytes = limit_bytes
         self._cursors: list[Cursor] = []
@@ -57,11 +60,12 @@ class EventLog:
         if isinstance(event, Delta):
             newest = self._open
             if newest is not None and type(newest) is type(event) and newest.item_id == event.item_id:
-                newest.delta += event.delta
+                self._parts.append(event.delta)
                 return  # the cursors that have not read it know that it is there
             self._freeze()
             event.sequence_number = self.next_number
             self._open = event
+            self._parts = [event.delta]
         else:
             self._freeze()
             event.sequence_number = self.next_number
@@ -107,13 +111,14 @@ class EventLog:
     def _freeze(self) -> None:
         if self._open is not None:
             event, self._open = self._open, None
+            event.delta = "".join(self._parts)
             self._store(encode(event))
 
     def _store(self, frame: str) -> None:
         self._frames.append(frame)
-        self._bytes += len(frame)
+        self._bytes += wire_size(frame)
         while self._bytes > self._limit_bytes and len(self._frames) > 1:
-            self._bytes -= len(self._frames.popleft())
+            self._bytes -= wire_size(self._frames.popleft())
             self._first += 1
 
     def _show(self) -> None:

@@ -34,12 +34,14 @@ class Model:
         dialect: Dialect,
         *,
         defaults: Sampling,
+        longest_leg: int | None = None,
         script: Sequence[Sequence[Item]] | None = None,
     ) -> None:
         self.id = model_id
         self.info = info
         self.dialect = dialect
         self.turn_start = dialect.tokenize(dialect.turn_start())
+        self.longest_leg = longest_leg  # tokens, where a request has no limit of its own: models may ramble
         self._defaults = defaults
         self._script = script
         self._stop = list(dialect.stop_tokens[:1])
@@ -107,12 +109,17 @@ class Model:
         }
 
 
-def sampling_defaults(folder: Path) -> Sampling:
-    """What a checkpoint's generation_config.json recommends: greedy unless it says that it samples."""
+def generation_config(folder: Path) -> dict[str, Any]:
+    """What a checkpoint recommends for generation; empty if it recommends nothing."""
     try:
-        config = json.loads((folder / "generation_config.json").read_bytes())
+        config: dict[str, Any] = json.loads((folder / "generation_config.json").read_bytes())
     except FileNotFoundError:
-        return Sampling()
+        return {}
+    return config
+
+
+def sampling_defaults(config: dict[str, Any]) -> Sampling:
+    """How a checkpoint recommends to sample: greedy unless it says that it samples."""
     if not config.get("do_sample"):
         return Sampling()
     return Sampling(
@@ -171,8 +178,10 @@ def load_models(
 
     Raises ScriptError for a script that this dialect cannot say.
     """
-    defaults = sampling_defaults(Path(info.folder))
-    models = {model_id: Model(model_id, info, dialect, defaults=defaults)}
+    config = generation_config(Path(info.folder))
+    defaults = sampling_defaults(config)
+    longest_leg = config.get("max_new_tokens")
+    models = {model_id: Model(model_id, info, dialect, defaults=defaults, longest_leg=longest_leg)}
     for name, script in scripts.items():
         for number, leg in enumerate(script, 1):
             try:

@@ -417,6 +417,8 @@ class Run:
         budget = self._model.max_context - state.leg_start
         if request.max_output_tokens is not None:
             budget = min(budget, request.max_output_tokens - sampled_before)
+        elif self._model.longest_leg is not None:
+            budget = min(budget, self._model.longest_leg)
         if budget <= 0:
             raise RunEnd(self._out_of_tokens())
         return LegRequest(
@@ -429,7 +431,8 @@ class Run:
 
     def _out_of_tokens(self) -> Ending:
         limit = self.state.request.max_output_tokens
-        if limit is not None and self.state.sampled >= limit:
+        is_reached = limit is not None and self.state.sampled >= limit
+        if is_reached or len(self.state.ledger) < self._model.max_context:
             return Ending("incomplete", "max_output_tokens")
         error = context_too_long(len(self.state.ledger), self._model.max_context)
         return Ending("failed", error=wire.ErrorDetail(error.code, error.message))

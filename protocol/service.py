@@ -123,7 +123,7 @@ class Service:
         """
         if sent_before := self._retries.find(caller.name, request.event_id):
             return sent_before, False
-        work = Work(bytes_in=len(frame))
+        work = Work(bytes_in=wire.wire_size(frame))
         with work.timed("validate"):
             lifecycle = http_lifecycle(request) if over_http else self._lifecycle(request, prototype)
             self._check_admission(caller, lifecycle, superseded)

@@ -215,7 +215,7 @@ class Connection:
             ignored: list[str] = []
             positions: list[int] = []
             items = wire.parse_items(event.input, ignored, positions=positions)
-            work = Work(bytes_in=len(frame), ignored=ignored)
+            work = Work(bytes_in=wire.wire_size(frame), ignored=ignored)
             work.times_ms.transport = (monotonic() - received) * 1e3
             return await run.append(
                 items, positions=positions, event_id=event.event_id, work=work, received=received

@@ -89,6 +89,8 @@ async def run_task(nursery: trio.Nursery, arguments: argparse.Namespace) -> int:
     Cancellation cancels the run on the server.
     """
     try:
+        if arguments.workspace.exists() and not arguments.workspace.is_dir():
+            return _complain(f"--workspace {arguments.workspace}: is no folder", 2)
         return await _run_task(nursery, arguments, Workspace(arguments.workspace))
     except OSError as error:
         return _complain(f"--workspace {arguments.workspace}: {error.strerror}", 2)

@@ -10,7 +10,7 @@ import pytest
 import trio
 
 from engine.messages import Sampling
-from protocol.models import ScriptError, load_scripts, sampling_defaults
+from protocol.models import ScriptError, generation_config, load_scripts, sampling_defaults
 from protocol.wire import Create, CustomToolCall, FunctionCall, Message, Reasoning
 from tests.harness import Json, call, custom_call, said, serving, thought, write_scripts
 
@@ -92,7 +92,25 @@ def test_a_checkpoint_recommends_how_to_sample(
 ) -> None:
     if config is not None:
         (tmp_path / "generation_config.json").write_text(json.dumps(config))
-    assert sampling_defaults(tmp_path) == expected
+    assert sampling_defaults(generation_config(tmp_path)) == expected
+
+
+async def test_a_leg_without_a_limit_has_the_one_that_the_checkpoint_recommends(
+    autojump_clock: trio.abc.Clock,
+) -> None:
+    """Models ramble; a script's legs are as long as they are, and a request's own limit counts alone."""
+    async with serving({"long": [[{"type": "message", "content": "word " * 40}]]}) as bench:
+        bench.model("random").longest_leg = 5
+        peer = bench.connect()
+        peer.create("random", lifecycle="chained", temperature=1.0, seed=1)
+        response = (await peer.until("response.incomplete"))["response"]
+        assert response["incomplete_details"]["reason"] == "max_output_tokens"
+        assert response["usage"]["output_tokens"] == 5
+        peer.create("random", lifecycle="chained", temperature=1.0, seed=1, max_output_tokens=7)
+        response = (await peer.until("response.incomplete"))["response"]
+        assert response["usage"]["output_tokens"] == 7
+        peer.create("forced:long", lifecycle="chained")
+        assert (await peer.until("response.completed"))["response"]["usage"]["output_tokens"] > 40
 
 
 async def test_a_request_changes_only_what_it_names(autojump_clock: trio.abc.Clock) -> None:

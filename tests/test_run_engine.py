@@ -173,8 +173,8 @@ async def test_a_bug_ends_one_run_with_a_plain_error(
         keeping, unlucky = bench.connect(), bench.connect()
         done = await held(keeping)
         with monkeypatch.context() as patched:
-            patched.setattr(bench.model("calling").dialect, method, broken, raising=False)
-            unlucky.create("calling")
+            patched.setattr(bench.model("forced:long").dialect, method, broken, raising=False)
+            unlucky.create("forced:long")
             event = await unlucky.until("response.failed", "error")
         error = event["error"] if event["type"] == "error" else event["response"]["error"]
         assert error["code"] == "server_error"

@@ -35,6 +35,7 @@ from protocol.wire.events import (
     encode,
     encode_any,
     error_frame,
+    wire_size,
 )
 from protocol.wire.items import (
     ContentPart,
@@ -178,5 +179,6 @@ __all__ = [
     "parse_items",
     "parse_tools",
     "unknown_fields",
+    "wire_size",
     "without_ignored",
 ]

@@ -184,6 +184,13 @@ def encode(event: ServerEvent) -> str:
     return _ENCODER.encode(event).decode()
 
 
+def wire_size(frame: str | bytes) -> int:
+    """Bytes of a frame on the wire."""
+    if isinstance(frame, bytes) or frame.isascii():
+        return len(frame)
+    return len(frame.encode("utf-8", "surrogatepass"))
+
+
 def encode_any(frame: dict[str, Any]) -> str:
     """A frame that belongs to no Response, as text."""
     return _ENCODER.encode(frame).decode()
