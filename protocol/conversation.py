@@ -41,9 +41,15 @@ class Conversation:
         self._sent = 0  # tokens of the ledger that the engine has, the sampled ones included
         self._leg: LegRequest | None = None  # the one that is being sampled
 
-    def add(self, tokens: Sequence[int]) -> None:
-        """Append rendered tokens; they are prefilled as soon as the engine's schedule allows. Never waits."""
+    def note(self, tokens: Sequence[int]) -> None:
+        """Append rendered tokens, for the engine to get along with what is added next."""
         self.ledger.append(tokens, sampled=False)
+
+    def add(self, tokens: Sequence[int]) -> None:
+        """Append rendered tokens; they, and those noted before, are prefilled as soon as the engine's
+        schedule allows. Never waits.
+        """
+        self.note(tokens)
         if self._sequence is None and self._engine.state == "ready":
             self._open()
         if self._sequence is not None:

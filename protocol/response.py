@@ -476,12 +476,19 @@ class Run:
         return required_input(self.state.output[self.state.leg_output :])
 
     def _place_results(self) -> None:
-        """Results enter the ledger in call order, and are prefilled while those after them are awaited."""
+        """Results enter the ledger in call order, and are prefilled while those after them are awaited.
+
+        After the last the next leg begins: it goes to the engine together with what makes the model speak,
+        for two passes would cost twice what one does.
+        """
         state = self.state
+        owed_before = len(state.owed)
         while state.owed and state.owed[0].call_id in state.arrived:
             arrived = state.arrived.pop(state.owed.pop(0).call_id)
-            self._conversation.add([*self._turn_end(), *arrived.tokens])
+            self._conversation.note([*self._turn_end(), *arrived.tokens])
             state.items += arrived.items
+        if 0 < len(state.owed) < owed_before:
+            self._conversation.add([])
         self._news.set()
 
     def _acknowledge(self, acknowledge: Callable[[], None] | None) -> None:
