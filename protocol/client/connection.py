@@ -29,7 +29,7 @@ from protocol.client.errors import (
     refusal,
     server_error,
 )
-from protocol.client.run import Frame, Items, Run
+from protocol.client.run import Frame, Run
 from protocol.client.views import decode_event
 
 MAX_MESSAGE_SIZE = 64 * 2**20  # characters; a terminal event carries every item of its run
@@ -40,17 +40,6 @@ CONNECT_TIMEOUT = 10.0  # s, for name and TCP connection, and again for TLS and 
 SEND_TIMEOUT = 30.0  # s, for one frame; a peer that takes no byte for so long is gone
 SILENCE_TIMEOUT = 60.0  # s; a server that works on a leg sends something every 15 s
 CLOSE_TIMEOUT = 2.0  # s, to send what is queued and for the closing handshake
-
-__all__ = [
-    "ClientError",
-    "Connection",
-    "ConnectionLost",
-    "Items",
-    "Run",
-    "ServerError",
-    "connect",
-    "list_models",
-]
 
 
 @asynccontextmanager

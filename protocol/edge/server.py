@@ -215,7 +215,7 @@ class Server:
                 return error_reply(error)
             except (trio.BrokenResourceError, trio.ClosedResourceError):
                 raise
-            except Exception:
+            except Exception:  # ours: the client gets a plain 500, the log the traceback, others nothing
                 if not http.can_reply:
                     raise
                 log.exception("request_failed", method=request.method, path=request.path)
@@ -224,7 +224,7 @@ class Server:
     def _answer_at_once(self, request: Request) -> Reply:
         try:
             return answer(request, self._backend, self._exposition)
-        except Exception:
+        except Exception:  # ours, as above
             log.exception("request_failed", method=request.method, path=request.path)
             return error_reply(server_error())
 

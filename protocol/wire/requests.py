@@ -19,12 +19,6 @@ STREAM_ID = re.compile(r"[A-Za-z0-9_.-]{1,256}")
 LARGEST_INTEGER = 2**53 - 1  # of a field: what every JSON reader takes exactly, and every encoder of ours
 
 
-class StreamOptions(msgspec.Struct):
-    """Accepted and without effect."""
-
-    include_obfuscation: bool | None = None
-
-
 class Create(msgspec.Struct, tag="response.create", kw_only=True):
     """`response.create`, or the body of a POST: everything a Response is made from.
 
